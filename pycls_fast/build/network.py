@@ -25,7 +25,7 @@ from pycls_fast.losses import (
     positive_weights,
 )
 from pycls_fast.models.complexity import complexity
-from pycls_fast.models.wrapped import TimmNetwork, accepts_size
+from pycls_fast.models.external import TimmNetwork, accepts_size
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema

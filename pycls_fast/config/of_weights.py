@@ -63,7 +63,7 @@ def _in_file(file: Path) -> dict[str, Any] | None:
     there is none."""
     try:
         if file.suffix in EXPORTED:
-            from pycls_fast.models.export import open_exported
+            from pycls_fast.models.export_formats import open_exported
 
             texts = open_exported(file)[1]
         else:

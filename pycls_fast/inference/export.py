@@ -16,7 +16,7 @@ from torch import Tensor
 from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.files import BEST, user_path
 from pycls_fast.inference.classifier import Classifier, load
-from pycls_fast.models.export import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
+from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.tasks.score import SCORES

@@ -93,7 +93,7 @@ def train_net(
         config_dir: a folder of your own experiments and groups, as `--config-dir`.
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
             may be a torch `Dataset` (`DatasetImages`) or a dictionary of them ("train", "val"), `model` a torch
-            module with a pretrained trunk (`models.wrapped`), which is copied; `head="small"` keeps its head, too.
+            module with a pretrained trunk (`models.external`), which is copied; `head="small"` keeps its head, too.
 
     Raises:
         UserError: a mistake in the configuration or the data, one line each, or a loss that is not finite.

@@ -21,10 +21,10 @@ from pycls_fast.errors import DONE, MISTAKE, UserError
 from pycls_fast.inference.classifier import Classifier, float32_convolutions, load
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.layers import Attention, attention_probabilities
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.train.contact_sheet import Cell, write_sheets
 from pycls_fast.train.folder import output_file
 

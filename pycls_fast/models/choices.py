@@ -185,7 +185,7 @@ class TimmModel(Model, name="timm"):
         return f"{self.name} (timm)"
 
     def build(self, classes: int, image_size: Size, *, attention: str = "reference") -> Network:
-        from pycls_fast.models.wrapped import TimmNetwork
+        from pycls_fast.models.external import TimmNetwork
 
         return TimmNetwork(
             name=self.name,
@@ -208,7 +208,7 @@ class GivenModel(Model, name="given"):
         return self.module
 
     def build(self, classes: int, image_size: Size) -> Network:
-        from pycls_fast.models.wrapped import GivenNetwork
+        from pycls_fast.models.external import GivenNetwork
 
         way_out = "open the run as pycls_fast.load(RUN, model=MODULE)"
         return GivenNetwork(given("model.module", self.module, way_out), classes, image_size)

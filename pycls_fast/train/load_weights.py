@@ -18,8 +18,8 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.models import pretrained
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World

@@ -18,15 +18,15 @@ from pycls_fast.data.choices import Augment
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
-from pycls_fast.models import export
-from pycls_fast.models.export import open_exported
+from pycls_fast.models import export_formats
+from pycls_fast.models.export_formats import open_exported
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.wrapped import TimmNetwork
 from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 
 SIZE = 32
-ABOUT = export.About(
+ABOUT = export_formats.About(
     classes=["cat", "dog, old", "été"], image_size=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), crop_ratio=0.9,
     texts={},
 )  # fmt: skip
@@ -70,7 +70,7 @@ def expected(model: nn.Module, batch: Tensor) -> Tensor:
 def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: str) -> None:
     model: Any = MODELS[name]()
     outputs = model.last_layer().out_features
-    export.FORMATS["timm"](model, tmp_path / "out", ABOUT)
+    export_formats.FORMATS["timm"](model, tmp_path / "out", ABOUT)
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     batch = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
 def test_timm_preprocesses_images_as_evaluation_does(tmp_path: Path, crop: Any, size: int, ratio: float) -> None:
     """Where the resized side is no whole number, timm rounds it down, and evaluation to the nearest."""
     about = replace(ABOUT, image_size=size, crop_ratio=ratio, crop=crop)
-    export.FORMATS["timm"](resnet(), tmp_path / "out", about)
+    export_formats.FORMATS["timm"](resnet(), tmp_path / "out", about)
     settings = resolve_data_config(model=timm.create_model(f"local-dir:{tmp_path / 'out'}"))
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
     augment = Augment(eval_crop=crop, eval_crop_ratio=ratio)
@@ -110,8 +110,8 @@ EXPORTED = ["vit-map", "vit", "vit-norms", "resnet18d", "regnet"]
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_files_compute_what_the_model_does(tmp_path: Path, name: str, form: str) -> None:
     """On any number of images. What else is in the files is in tests/unit/inference/test_export.py."""
-    model, file = MODELS[name](), tmp_path / f"model{export.SUFFIXES[form]}"
-    export.FORMATS[form](model, file, ABOUT)
+    model, file = MODELS[name](), tmp_path / f"model{export_formats.SUFFIXES[form]}"
+    export_formats.FORMATS[form](model, file, ABOUT)
     assert list(tmp_path.iterdir()) == [file]
     run, _ = open_exported(file)
     for count in (1, 3):
@@ -131,5 +131,5 @@ def test_exported_files_compute_what_the_model_does(tmp_path: Path, name: str, f
 )
 def test_what_timm_does_not_have_is_told(tmp_path: Path, build: Any, key: str) -> None:
     with pytest.raises(UserError, match=f"format: timm has no {key}.*; export as safetensors"):
-        export.to_timm(build(), tmp_path / "out", ABOUT)
+        export_formats.to_timm(build(), tmp_path / "out", ABOUT)
     assert not (tmp_path / "out").exists()

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.models import pretrained
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained import Fitted, read
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 from tests.factories import randomise

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_few
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.moe import ExpertsMlp
 from pycls_fast.models.pretrained.names import (
     OTHER,
@@ -25,7 +26,6 @@ from pycls_fast.models.pretrained.names import (
 from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_kind, check_settings
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 

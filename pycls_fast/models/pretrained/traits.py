@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, did_you_mean, refuse, refusing
 from pycls_fast.files import user_path
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained.names import jax_heads
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.reading import TimmConfig, check, read_json
 from pycls_fast.values import Size
 

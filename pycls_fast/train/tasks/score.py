@@ -17,7 +17,7 @@ from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval
 from pycls_fast.errors import DONE, UserError, one_of
 from pycls_fast.files import EXPORTED, user_path
 from pycls_fast.models import pretrained
-from pycls_fast.models.export import ExportedNetwork
+from pycls_fast.models.export_formats import ExportedNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World

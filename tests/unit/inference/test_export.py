@@ -29,7 +29,7 @@ from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models import pretrained
-from pycls_fast.models.export import FORMATS, SUFFIXES, About
+from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.weights import NOT_PUBLISHED, preprocessing
 from tests.factories import config_of

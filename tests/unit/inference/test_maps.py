@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
 from pycls_fast.inference import maps
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from tests.factories import randomise
 
 SIZES = {"image_size": 12, "patch_size": 4, "width": 12, "depth": 3, "heads": 3, "mlp_width": 20, "num_classes": 4}

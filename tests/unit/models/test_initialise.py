@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.moe import Experts
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.parallel.ddp import synchronise
 from tests.factories import small_vit
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
-from pycls_fast.models.wrapped import TimmNetwork
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel.memory import recompute_units
 from tests.factories import config_of

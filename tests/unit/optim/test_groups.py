@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from pycls_fast.errors import UserError
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network, Units
 from pycls_fast.optim.choices import AdamW, Muon
 from pycls_fast.optim.groups import Group, by_name, freeze, parameter_groups, parameter_layers

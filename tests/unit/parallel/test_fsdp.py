@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.fsdp import materialise

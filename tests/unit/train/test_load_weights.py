@@ -20,10 +20,10 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models.export import timm_form
+from pycls_fast.models.export_formats import timm_form
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.load_weights import load_weights

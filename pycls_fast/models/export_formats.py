@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import PROGRAMS
+from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained import to_resnet, to_timm_vit
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.models.wrapped import TimmNetwork
 from pycls_fast.network import Network
 from pycls_fast.values import Size
 

@@ -23,7 +23,7 @@ from pycls_fast.network import Network, Units
 from pycls_fast.values import Size
 
 
-class WrappedNetwork(Network):
+class ExternalNetwork(Network):
     """A network around a module, `network`: names are the module's with the prefix `network.`."""
 
     network: Any
@@ -61,7 +61,7 @@ class WrappedNetwork(Network):
             tensor.copy_(values.pop(prefix + key))
 
 
-class GivenNetwork(WrappedNetwork):
+class GivenNetwork(ExternalNetwork):
     """A copy of a user's module, which begins with the module's values.
 
     Args:
@@ -178,7 +178,7 @@ def _outermost(names: Sequence[str]) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-class TimmNetwork(WrappedNetwork):
+class TimmNetwork(ExternalNetwork):
     """timm's model with our interface.
 
     Args:
