@@ -150,6 +150,11 @@ def photographs(root: Path, classes: Sequence[str], count: int, *, sides: tuple[
     return root
 
 
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Tensors, or lists or dictionaries of them, do not differ."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 State = Mapping[str, Tensor]
 Convert = Callable[[State], dict[str, Tensor]]
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.factories import assert_same_bits
 from tests.integration.runs import ROOT, run_process, under_torchrun
 
 pytestmark = pytest.mark.slow
@@ -348,8 +349,7 @@ def compare(chosen: tuple[Any, ...], folder: Path, alone: Path) -> None:
     compare_learned(ours, theirs, BAND[chosen[2]])
     if chosen[2] == "fp32":
         for part in ("model", "ema"):
-            for name, value in ours[part].items():
-                torch.testing.assert_close(value, theirs[part][name], rtol=0, atol=1e-5)
+            torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=1e-5)
     band = LOSS_BAND[chosen[2]]
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=band)
     assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=5 * band)
@@ -367,9 +367,7 @@ def compare(chosen: tuple[Any, ...], folder: Path, alone: Path) -> None:
 def compare_learned(ours: dict[str, Any], theirs: dict[str, Any], band: float) -> None:
     """The same beginning to the bit; what was learned from there, of weights, average and statistics, within a band."""
     began = theirs["began"]["model"]
-    assert ours["began"]["model"].keys() == began.keys()
-    for name, value in ours["began"]["model"].items():
-        assert torch.equal(value, began[name]), f"{name} begins with other values"
+    assert_same_bits(ours["began"]["model"], began)
     for part in ("model", "ema"):
         assert ours[part].keys() == theirs[part].keys()
         for kind in (False, True):

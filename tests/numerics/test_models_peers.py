@@ -20,7 +20,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from tests.factories import Convert, in_our_names, randomise
+from tests.factories import Convert, assert_same_bits, in_our_names, randomise
 
 
 def vit(**kwargs: Any) -> VisionTransformer:
@@ -81,8 +81,7 @@ def test_the_mean_and_the_taught_outputs_of_deit() -> None:
     theirs.head_dist.bias = theirs.head.bias
     ours.load_state_dict(in_our_names(theirs.state_dict()))
     back = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
-    assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
+    assert_same_bits(back, theirs.state_dict())
     theirs.set_distilled_training(True)
     ours.taught = True
     found, expected = ours.train()(batch), torch.stack(theirs.train()(batch), dim=1)
@@ -170,8 +169,7 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
     back = pretrained.to_timm_vit(
         ours.state_dict(), norm="fc_norm" if "fc_norm.weight" in theirs.state_dict() else "norm"
     )
-    assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
+    assert_same_bits(back, theirs.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -187,8 +185,7 @@ def test_timm_resnets(name: str, kwargs: dict[str, Any]) -> None:
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
     back = pretrained.to_resnet(ours.state_dict(), shortcut=kwargs.get("shortcut", "conv"))
-    assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in theirs.state_dict().items())
+    assert_same_bits(back, theirs.state_dict())
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -202,9 +199,7 @@ def test_torchvision_resnet(depth: Any, training: bool) -> None:
     assert relative_error(found, expected) < 1e-9
     # Training has moved the statistics; evaluation has not.
     back = pretrained.to_resnet(ours.state_dict())
-    assert back.keys() == theirs.state_dict().keys()
-    for key, tensor in theirs.state_dict().items():
-        torch.testing.assert_close(back[key], tensor, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(back, theirs.state_dict(), rtol=1e-9, atol=1e-9)
     if training:
         cotangent = torch.randn(expected.shape, dtype=torch.float64)
         for logits in (found, expected):

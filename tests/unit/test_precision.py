@@ -15,7 +15,7 @@ from pycls_fast.config.run import Precision
 from pycls_fast.errors import UserError
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.precision import LEVELS
-from tests.factories import config_of
+from tests.factories import assert_same_bits, config_of
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
@@ -143,8 +143,7 @@ class TestFloat8:
         inner = ("attention.query", "attention.key", "attention.value", "attention.projection", "mlp.fc1", "mlp.fc2")
         assert found == {f"blocks.0.{name}" for name in inner}
         # Checkpoints keep the reference layout.
-        assert network.state_dict().keys() == plain.state_dict().keys()
-        assert all(torch.equal(v, plain.state_dict()[name]) for name, v in network.state_dict().items())
+        assert_same_bits(network.state_dict(), plain.state_dict())
         images, outs, gradients = torch.randn(8, 3, 16, 16), [], []
         for model in (network, plain):
             with torch.autocast("cpu", dtype=torch.bfloat16):

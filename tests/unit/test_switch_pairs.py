@@ -23,7 +23,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
-from tests.factories import config_of, nudge, take_steps
+from tests.factories import assert_same_bits, config_of, nudge, take_steps
 
 Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
@@ -212,8 +212,8 @@ def check(kind: str, found: Trained, plain: Trained, *, near: float, lag_near: f
         return
     if numerics == {"identical"}:
         assert found.losses == plain.losses
-        assert all(torch.equal(found.weights[key], plain.weights[key]) for key in plain.weights)
-        assert all(torch.equal(found.averages[key], plain.averages[key]) for key in plain.averages)
+        assert_same_bits(found.weights, plain.weights)
+        assert_same_bits(found.averages, plain.averages)
         return
     assert found.losses == pytest.approx(plain.losses, rel=near)
     assert found.lag() == pytest.approx(plain.lag(), rel=lag_near)

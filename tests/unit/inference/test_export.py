@@ -32,7 +32,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.weights import NOT_PUBLISHED, preprocessing
-from tests.factories import config_of
+from tests.factories import assert_same_bits, config_of
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run
 
@@ -56,8 +56,7 @@ def write(source: Path, output: Path, **settings: Any) -> dict[str, torch.Tensor
 def test_the_chosen_weights_under_their_plain_names(run_dir: Path, tmp_path: Path, which: str, sign: int) -> None:
     tensors = write(run_dir, tmp_path / "net.safetensors", which=which)
     own = make_network(CONFIG).state_dict()
-    assert tensors.keys() == own.keys()
-    assert all(torch.equal(tensors[name], sign * value) for name, value in own.items())
+    assert_same_bits(tensors, {name: sign * value for name, value in own.items()})
 
 
 def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path: Path) -> None:
@@ -112,9 +111,9 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
     loaded = make_network(CONFIG)
     origin = load_weights(loaded, tmp_path / "net.safetensors", classes=CLASSES)
     assert (origin.kind, origin.step) == ("ema", 7)
-    assert all(torch.equal(first[name], value) for name, value in loaded.state_dict().items())
+    assert_same_bits(first, loaded.state_dict())
     again = write(tmp_path / "net.safetensors", tmp_path / "half.safetensors", dtype="bfloat16")
-    assert all(torch.equal(again[name], value.bfloat16()) for name, value in first.items())
+    assert_same_bits(again, {name: value.bfloat16() for name, value in first.items()})
     other = tuple("abcdefghij")
     with pytest.raises(UserError, match="was trained on different classes"):
         load_weights(loaded, tmp_path / "net.safetensors", classes=other, for_training=False)

@@ -17,7 +17,7 @@ from pycls_fast.models.moe import Experts
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.ddp import synchronise
-from tests.factories import small_vit
+from tests.factories import assert_same_bits, small_vit
 
 Check = Callable[[Tensor], None]
 WIDTH, MLP_WIDTH = 192, 512
@@ -81,9 +81,7 @@ def test_meta_then_to_empty_then_initialise_is_the_direct_build(name: str) -> No
     for tensor in everything(late).values():
         tensor.data.fill_(float("nan") if tensor.is_floating_point() else 77)
     late.initialise()
-    assert everything(late).keys() == everything(direct).keys()
-    for key, tensor in everything(direct).items():
-        assert torch.equal(everything(late)[key], tensor), key
+    assert_same_bits(everything(late), everything(direct))
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -94,8 +92,7 @@ def test_batch_norms_of_all_ranks_begin_like_those_of_one(name: str) -> None:
     synchronise(converted, torch.device("cuda"))
     torch.manual_seed(3)
     converted.initialise()
-    for key, tensor in everything(direct).items():
-        assert torch.equal(everything(converted)[key], tensor), key
+    assert_same_bits(everything(converted), everything(direct))
 
 
 def uniform(bound: float) -> Check:

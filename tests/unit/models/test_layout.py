@@ -13,7 +13,7 @@ from pycls_fast.models.complexity import complexity
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import recompute_units
 from pycls_fast.parallel.wrap import compile_model
-from tests.factories import randomise
+from tests.factories import assert_same_bits, randomise
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
@@ -102,9 +102,7 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float
 @pytest.mark.parametrize(("kind", "switches"), PAIRS)
 def test_same_function_gradients_and_dropped_samples_in_float64(kind: dict[str, Any], switches: dict[str, Any]) -> None:
     exact, found = train_once(kind), train_once(kind | switches)
-    assert list(found) == list(exact)
-    for name in exact:
-        torch.testing.assert_close(found[name], exact[name], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", [*FAMILY.values(), {"attention": "sdpa", "drop_path_compute": "skip"}])
@@ -113,7 +111,7 @@ def test_recomputation_of_every_part_is_exact(kind: dict[str, Any], recompute: A
     kind = {**kind, "drop_path": 0.6}
     exact = train_once(kind)
     found = train_once(kind, prepare=lambda model: recompute_units(model.units(), recompute=recompute))
-    assert all(torch.equal(found[key], exact[key]) for key in exact)
+    assert_same_bits(found, exact)
 
 
 @pytest.mark.parametrize("switches", [*OTHERS, {"sequence_padding": 64}])
@@ -124,8 +122,7 @@ def test_same_checkpoint_same_initial_values_same_parameters(switches: dict[str,
     other = vit(**switches)
     assert list(plain.state_dict()) == list(other.state_dict())
     assert [name for name, _ in plain.named_parameters()] == [name for name, _ in other.named_parameters()]
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
+    assert_same_bits(other.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize(

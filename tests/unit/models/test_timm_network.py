@@ -16,7 +16,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel.memory import recompute_units
-from tests.factories import config_of
+from tests.factories import assert_same_bits, config_of
 
 CPU = torch.device("cpu")
 
@@ -98,8 +98,7 @@ def test_the_function_is_timms_and_recomputation_is_exact() -> None:
         logits = network.train()(batch)
         logits.square().sum().backward()
         results.append((logits.detach(), next(network.parameters()).grad))
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
+    assert_same_bits(*results)
     model.zero_grad()
     model.load_state_dict({f"network.{k}": v for k, v in theirs.state_dict().items()})
     recompute_units(model.units(), recompute="full")

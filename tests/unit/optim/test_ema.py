@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.weights import OwnedWeights
+from tests.factories import assert_same_bits
 
 IMPLEMENTATIONS = ("loop", "foreach")
 
@@ -97,16 +98,14 @@ def test_the_swap_gives_back_every_bit(channels_last: bool) -> None:
 
     def evaluate() -> None:
         with ema.swapped_in():
-            for name, value in model.state_dict().items():
-                assert torch.equal(value, averages[name]), name
+            assert_same_bits(model.state_dict(), averages)
             assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
             raise RuntimeError("in between")
 
     with pytest.raises(RuntimeError, match="in between"):
         evaluate()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-        assert torch.equal(ema.values[name], averages[name]), name
+    assert_same_bits(model.state_dict(), weights)
+    assert_same_bits(ema.values, averages)
     # And it goes on from there.
     randomise(model, torch.Generator().manual_seed(9))
     ema.update(3)
@@ -129,5 +128,5 @@ def test_a_shared_weight_is_averaged_and_swapped_once(implementation: str) -> No
         torch.testing.assert_close(ema.values[name], average)
     with ema.swapped_in():
         torch.testing.assert_close(model[1].weight.detach(), average)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_same_bits(model.state_dict(), weights)
     torch.testing.assert_close(ema.values["1.weight"], average)

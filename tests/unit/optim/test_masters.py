@@ -16,7 +16,7 @@ from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.groups import NORMS, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.optimizers import load_named_state, named_state
-from tests.factories import randomise, small_vit
+from tests.factories import assert_same_bits, randomise, small_vit
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -76,10 +76,8 @@ def test_with_float64_as_the_low_format_the_scheme_is_plain_training_bit_for_bit
     masters = masters_of(other, torch.float64, wide=torch.float64, kept=kept, wide_norms=wide_norms)
     train(plain, None, 20, torch.float64)
     train(other, masters, 20, torch.float64)
-    for (name, expected), found in zip(plain.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(found, expected), name
-    for name, value in masters.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[name]), name
+    assert_same_bits(other.state_dict(), plain.state_dict())
+    assert_same_bits(masters.state_dict(), plain.state_dict())
     start = vit().double().state_dict()
     assert not any(torch.equal(value, start[name]) for name, value in plain.state_dict().items())
 
@@ -204,23 +202,20 @@ def test_state_goes_from_one_precision_to_another(kept: bool) -> None:
     other = vit(2)
     others = masters_of(other, torch.bfloat16, wide_norms=False)
     others.load_state_dict(plain.state_dict())
-    for name, value in others.state_dict().items():
-        assert torch.equal(value, state[name])
-        assert torch.equal(other.state_dict()[name], state[name].bfloat16())
+    assert_same_bits(others.state_dict(), state)
+    assert_same_bits(other.state_dict(), {name: value.bfloat16() for name, value in state.items()})
     # Back into the same: the same bits.
     again = vit(3)
     again_masters = masters_of(again, kept=kept)
     again_masters.load_state_dict(state)
-    for name, value in again_masters.state_dict().items():
-        assert torch.equal(value, state[name])
-        assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+    assert_same_bits(again_masters.state_dict(), state)
+    assert_same_bits(again.state_dict(), model.state_dict())
     # A step begins with them.
     for parameter in again.parameters():
         parameter.grad = torch.zeros_like(parameter)
     again_masters.take_gradients()
     again_masters.copy_to_model()
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name])
+    assert_same_bits(again.state_dict(), model.state_dict())
 
 
 def test_the_average_follows_the_masters() -> None:
@@ -248,4 +243,4 @@ def test_the_average_follows_the_masters() -> None:
         assert torch.equal(made.values["0.weight"], values["0.weight"] * 1.3)
         assert torch.equal(made.values["1.running_mean"], values["1.running_mean"])
         assert torch.equal(model[0].weight, low)
-        assert all(torch.equal(value, state[name]) for name, value in masters.state_dict().items())
+        assert_same_bits(masters.state_dict(), state)

@@ -30,7 +30,7 @@ from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.assemble import make_step
-from tests.factories import config_of, small_vit
+from tests.factories import assert_same_bits, config_of, small_vit
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
@@ -57,7 +57,7 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
     with LiveMemory() as memory:
         materialise(network, copy.deepcopy(network), CPU)
     assert memory.peak < 2.2 * whole
-    assert all(torch.equal(value, direct.state_dict()[name]) for name, value in network.state_dict().items())
+    assert_same_bits(network.state_dict(), direct.state_dict())
 
 
 def test_ranks_that_cannot_share_experts() -> None:
@@ -100,8 +100,7 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
         ends.append({name: local(value).clone() for name, value in network.state_dict().items()})
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
+    assert_same_bits(*ends)
 
 
 @pytest.mark.parametrize("gathers_again", [True, False])

@@ -40,8 +40,7 @@ def test_clipping_is_torchs_in_float64(
     norm, ours = clipped(dtype, limit, foreach=foreach)
     expected, theirs = clipped(torch.float64, limit, foreach=None)
     assert norm == pytest.approx(expected, rel=tolerance)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,7 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World, sides: int) -> Non
             out = norm(images)
             out.square().mul(torch.arange(5.0)).sum().backward()
             results.append((out, images.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
-        for mine, other in zip(*results, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
     assert synchronised.num_batches_tracked == 2
     plain.eval()
     synchronised.eval()
