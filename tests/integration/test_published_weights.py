@@ -40,10 +40,10 @@ def images(tmp_path: Path) -> Path:
     return photographs(tmp_path / "images", CLASSES, 20, sides=(90, 240))
 
 
-def timm_folder(path: Path, *, width: int = 96, **about: Any) -> torch.nn.Module:
+def timm_folder(path: Path, **about: Any) -> torch.nn.Module:
     """Random weights as timm's hub keeps them."""
     torch.manual_seed(3)
-    model = timm.create_model("vit_small_patch16_224", **SMALL, img_size=(96, width)).eval()
+    model = timm.create_model("vit_small_patch16_224", **SMALL, img_size=96).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.4)
@@ -51,7 +51,7 @@ def timm_folder(path: Path, *, width: int = 96, **about: Any) -> torch.nn.Module
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
     kept = {
         "tag": "fb_in1k",
-        "input_size": [3, 96, width],
+        "input_size": [3, 96, 96],
         "crop_pct": 0.9,
         "interpolation": "bicubic",
         "mean": [0.5, 0.4, 0.3],
@@ -132,24 +132,6 @@ def test_a_published_file_is_compared_under_its_experiment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("crop", "way"), [("squash", "squashed to"), ("border", "within")])
-@pytest.mark.parametrize("width", [96, 48])
-def test_timms_other_crops_are_scored_as_timm_scores_them(
-    tmp_path: Path, images: Path, crop: str, way: str, width: int
-) -> None:
-    model = timm_folder(tmp_path / "deit", width=width, crop_mode=crop)
-    about = json.loads((tmp_path / "deit" / "config.json").read_text())["pretrained_cfg"]
-    # timm resizes with Pillow, which begins with either axis.
-    given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", "speed.decode=pillow", *OURS, *MACHINE]
-    told = scored(load_config("deit_s16", given))
-    top1, loss = timm_top1(model, images, about)
-    assert (told["top1"], told["loss"]) == (pytest.approx(top1), pytest.approx(loss, rel=1e-5))
-    assert told["preprocessing"].startswith(
-        f"{way} 106 x {round(106 * width / 96)} (bicubic), centre 96 x {width}, mean"
-    )
-
-
-@pytest.mark.slow
 def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Path) -> None:
     timm_folder(tmp_path / "deit")
     own_size = ["data.image_size=64", "data.exif_orientation=false"]
@@ -193,10 +175,6 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     timm_folder(tmp_path / "lanczos", interpolation="lanczos")
     with pytest.raises(UserError, match=r"interpolation=lanczos, but only bilinear and bicubic are supported"):
         pretrained.described(tmp_path / "lanczos" / "model.safetensors")
-    for name, size in (("short", [224]), ("text", [3, "big", 224]), ("number", 224)):
-        timm_folder(tmp_path / name, input_size=size)
-        with pytest.raises(UserError, match=r"^weights: .*config.json is not timm's description of a model "):
-            pretrained.described(tmp_path / name / "model.safetensors")
     timm_folder(tmp_path / "without_channels", input_size=[100, 100])
     about = pretrained.described(tmp_path / "without_channels" / "model.safetensors")
     assert about.image_size == (100, 100)
@@ -213,9 +191,6 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     assert pretrained.described(tmp_path / "weights.pth") is None
     assert pretrained.described(tmp_path) is None
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json is not timm's description of a model"):
-        pretrained.described(tmp_path / "weights.pth")
     for source, line in (
         ("timm:resnet51x", "has no weights resnet51x; did you mean resnet51q"),
         ("timm:resnet50.zzz", "has no weights resnet50.zzz"),
