@@ -29,6 +29,7 @@ from pycls_fast.models.pretrained.traits import (
     pycls_takes_bgr,
     pycls_traits,
     timm_traits,
+    timm_weights,
     torchvision_vit_traits,
     torchvision_weights,
 )
@@ -97,6 +98,7 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
     if project == "timm":
         import timm
 
+        timm_weights(name)
         model = _downloaded(source, lambda: timm.create_model(name, pretrained=True))
         return model.state_dict(), timm_traits(model)
     import torchvision

@@ -193,12 +193,7 @@ def described(source: str | Path, *, model: str | None = None, for_scoring: bool
     """
     project, _, name = str(source).partition(":")
     if project == "timm":
-        import timm
-
-        about = _of_timm_model(name)
-        if about is None:
-            known = (each.partition(".")[0] for each in timm.list_pretrained())
-            raise UserError(f"weights: timm has no weights {name}{did_you_mean(name, known)}")
+        about: Preprocessing | None = timm_weights(name)
     elif project == "torchvision":
         about = _of_torchvision(name)
     else:
@@ -221,6 +216,17 @@ def _beside(path: Path) -> Preprocessing | None:
             return None
         check(TimmConfig, kept)
         return _of_timm(kept, str(config.get("architecture", "")))
+
+
+def timm_weights(name: str) -> Preprocessing:
+    """The preprocessing of timm's weights; a `UserError` if it has none of this name."""
+    import timm
+
+    about = _of_timm_model(name)
+    if about is None:
+        known = (each if "." in name else each.partition(".")[0] for each in timm.list_pretrained())
+        raise UserError(f"weights: timm has no weights {name}{did_you_mean(name, known)}")
+    return about
 
 
 def _of_timm_model(name: str) -> Preprocessing | None:
