@@ -161,14 +161,14 @@ def _relative_error(values: list[Tensor], exact: list[Tensor]) -> float | str | 
 
 LOW, HIGH = -60, 16
 """Exponents of the histogram: values below 2^LOW count as 2^LOW, those from 2^HIGH up as 2^HIGH."""
-SMALLEST_NORMAL, SMALLEST_SUBNORMAL, LARGEST = -14, -24, 65504.0
-"""float16: exponents of its smallest normal and subnormal numbers, and its largest number (IEEE 754, binary16)."""
+SMALLEST_SUBNORMAL = -24
+"""The exponent of float16's smallest number (IEEE 754, binary16)."""
 
 
 # What is counted of a layer's values; "scaled" with the loss scale that is tried.
 _COUNTED = (
-    "gradients", "zero", "below_subnormal", "below_subnormal_scaled", "overflow_scaled", "below_normal",
-    "below_normal_scaled", "updates", "updates_lost_float16", "updates_lost_bfloat16",
+    "gradients", "zero", "below_subnormal", "below_subnormal_scaled",
+    "updates", "updates_lost_float16", "updates_lost_bfloat16",
 )  # fmt: skip
 
 
@@ -190,15 +190,12 @@ class LayerCounts:
         inside = exponent.clamp(LOW, HIGH) - LOW
         self.exponents.scatter_add_(0, inside, nonzero.long())
         scaled = size * self.scale
-        self.sums[:7] += torch.stack(
+        self.sums[:4] += torch.stack(
             [
                 torch.ones_like(nonzero).sum(),
                 (~nonzero).sum(),
                 (nonzero & (size.half() == 0)).sum(),
                 (nonzero & (scaled.half() == 0)).sum(),
-                (scaled > LARGEST).sum(),
-                (nonzero & (size < 2.0**SMALLEST_NORMAL)).sum(),
-                (nonzero & (scaled < 2.0**SMALLEST_NORMAL)).sum(),
             ]
         )
 
@@ -210,7 +207,7 @@ class LayerCounts:
         # Without a master, the sum is rounded to the format.
         narrow = [before.to(dtype) for dtype in (torch.float16, torch.bfloat16)]
         lost = [moved & ((weight.float() + change).to(weight.dtype) == weight) for weight in narrow]
-        self.sums[7:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
+        self.sums[4:] += torch.stack([moved.sum(), *(each.sum() for each in lost)])
 
     def record(self) -> dict[str, Any]:
         """Counts and shares for JSON; shares of gradients are of those that are not zero in float32."""
@@ -334,9 +331,6 @@ def _print(display: Display, record: Mapping[str, Any]) -> None:
         [
             ("gradients that are zero in float16", percent("below_subnormal")),
             (f"the same, loss x {scale:g}", percent("below_subnormal_scaled")),
-            ("gradients subnormal or zero in float16", percent("below_normal")),
-            (f"the same, loss x {scale:g}", percent("below_normal_scaled")),
-            (f"gradients above float16's largest number, loss x {scale:g}", percent("overflow_scaled")),
             ("updates lost without a float32 master, float16", percent("updates_lost_float16")),
             ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
         ],
