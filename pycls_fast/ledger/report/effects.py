@@ -19,6 +19,8 @@ import numpy as np
 from pydantic import Field
 from scipy import special, stats
 
+from pycls_fast.ledger.report.statistics import t_quantile
+
 LOOKS = (0.5, 0.75, 1.0)
 """Shares of the trainings after which there may be verdicts."""
 ALPHA_COSTS, ALPHA_FREE, ALPHA_GAINS, ALPHA_INTERPLAY = 0.05, 0.05, 0.025, 0.01
@@ -138,7 +140,7 @@ def sum_of(found: Fit, without: Sequence[str]) -> Together:
     """The sum of the effects of the variants that are not left out."""
     on_M = np.array([name not in without for name in found.names], float)
     total, error = float(on_M @ found.effects), found.deviation * math.sqrt(on_M @ found.shape @ on_M)
-    half = float(special.stdtrit(found.freedom, 0.975)) * error
+    half = t_quantile(found.freedom) * error
     return Together(list(without), total, error, total - half, total + half)
 
 
@@ -198,18 +200,8 @@ class Effect:
 
 def identical(variant: str) -> Effect:
     """The effect of a variant all of whose predictions are those of trainings without it."""
-    return Effect(
-        variant,
-        difference=0.0,
-        error=0.0,
-        freedom=0,
-        low=0.0,
-        high=0.0,
-        least=0.0,
-        p_costs=1.0,
-        p_free=0.0,
-        word="identical",
-    )
+    none = dict.fromkeys(("difference", "error", "low", "high", "least"), 0.0)
+    return Effect(variant, **none, freedom=0, p_costs=1.0, p_free=0.0, word="identical")
 
 
 @dataclass(frozen=True)
@@ -250,7 +242,7 @@ def decide(looks: Sequence[tuple[int, int, Sequence[Fit]]], margin: float, *, st
         tail = 0.025 if place == len(LOOKS) - 1 else levels(0.025)[place]
         effects = []
         for i, each in enumerate(estimated):
-            half, down = (_quantile(each.freedom, 1 - share) * each.error for share in (tail, level))
+            half, down = (t_quantile(each.freedom, 1 - share) * each.error for share in (tail, level))
             low, high, least = each.difference - half, each.difference + half, each.difference - down
             word = _word(i in costs, i in free, i in gains)
             effects.append(replace(each, low=low, high=high, least=least, word=word))
@@ -266,15 +258,10 @@ def estimates(fits: Iterable[Fit], margin: float) -> list[Effect]:
         p_values = [special.stdtr(found.freedom, each / errors) for each in (effects, -(effects + margin))]
         for name, *row in zip(found.names, *(each.tolist() for each in (effects, errors, *p_values)), strict=True):
             effect, error, p_costs, p_free = row
-            half = _quantile(found.freedom, 0.975) * error
+            half = t_quantile(found.freedom) * error
             low, high = effect - half, effect + half
             made.append(Effect(name, effect, error, found.freedom, low, high, low, p_costs, p_free, None))
     return made
-
-
-@lru_cache
-def _quantile(freedom: int, share: float) -> float:
-    return float(special.stdtrit(freedom, share))
 
 
 def _rejected(p_values: np.ndarray, place: int, alpha: float, before: set[int]) -> set[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pycls_fast.errors import DONE, UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.effects import Effect, p_less_accurate
-from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
+from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record, sensible
 from pycls_fast.ledger.report.statistics import CONFIDENCE, Speedup, geometric_mean, p_slower, two_sided
 from pycls_fast.train.display import plain_table, wide_console
 
@@ -48,7 +48,8 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         for file, record in zip(files, (before, now), strict=True)
         if record.unfinished
     )
-    changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
+    with sensible(files[1]):
+        changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
     wide_console().print(plain_table([change.row for change in changes], no_wrap=True))
     return 1 if any(change.lost for change in changes) else DONE
 

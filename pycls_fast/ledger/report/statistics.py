@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import special, stats
@@ -30,12 +31,14 @@ class Spread:
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    return Spread(*np.quantile(samples, (0.1, 0.5, 0.9)).tolist(), len(samples))
+    p10, p50, p90 = np.quantile(samples, (0.1, 0.5, 0.9)).tolist()
+    return Spread(p10, p50, p90, len(samples))
 
 
-def t_quantile(freedom: float) -> float:
-    """Half the width of Student's interval at `CONFIDENCE`, in standard errors."""
-    return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))
+@lru_cache
+def t_quantile(freedom: float, share: float = (1 + CONFIDENCE) / 2) -> float:
+    """Student's quantile: by default, half the width of the interval at `CONFIDENCE`, in standard errors."""
+    return float(special.stdtrit(freedom, share))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:

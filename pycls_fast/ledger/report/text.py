@@ -134,7 +134,7 @@ def sentence(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
 
 def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
     margin = settings.margin
-    look = next(look for look in reversed(found.looks) if effect in look.effects)
+    look = [look for look in found.looks if effect in look.effects][-1]
     # The error of an effect is twice a run's deviation over the root of the runs.
     finest = resolution(effect.error / 2, 1)
     more = more_runs(effect, look, margin, strict=settings.strict)

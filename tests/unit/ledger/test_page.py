@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from pycls_fast.config.ladder import LadderSettings
+from pycls_fast.errors import UserError
 from pycls_fast.ledger.report.effects import more_runs
-from pycls_fast.ledger.report.page import Chart, charts, ledger_page, write_page
+from pycls_fast.ledger.report.page import Chart, charts, ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.ledger.report.text import headline, print_table, remarks, rows, verdicts
@@ -101,6 +102,15 @@ def test_what_was_not_measured_has_no_column_and_no_chart(record: Record) -> Non
     assert {chart.name for chart in charts(record)} == {"throughput"}
     assert not {"memory", "FLOP/s", "logit error", "gradient error", "accuracy"} & set(rows(record)[0])
     assert len(remarks(record)) == 1
+
+
+@pytest.mark.parametrize("low", [-0.5, 0.5])
+def test_numbers_that_make_no_sense(record: Record, low: float, tmp_path: Path) -> None:
+    """An effect that is undecided at no look; one outside of its interval."""
+    odd = accuracy(replace(effect("quick", "undecided"), low=low)).model_copy(update={"looks": []})
+    (tmp_path / "x").write_text(record.model_copy(update={"accuracy": odd}).model_dump_json())
+    with pytest.raises(UserError, match=f"^{tmp_path / 'x'}: its numbers make no sense "):
+        redraw(str(tmp_path / "x"), str(tmp_path))
 
 
 def test_brackets_are_shown_on_the_terminal(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
