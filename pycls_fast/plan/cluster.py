@@ -38,22 +38,20 @@ _NUMBERS = ("bytes", "count", "m", "n", "k")
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels as columns: what `Work` says of each, and how often it runs."""
+    """Kernels as columns: what `Work` says of each."""
 
     kinds: NDArray[np.str_]
     numbers: _Numbers
     itemsize: NDArray[np.int64]
-    times: _Numbers
 
     @classmethod
-    def of(cls, works: Sequence[Work], times: Sequence[float] | None = None) -> Kernels:
+    def of(cls, works: Sequence[Work]) -> Kernels:
         """The kernels of a list."""
         numbers = np.array([[getattr(work, name) for name in _NUMBERS] for work in works], dtype=np.float64)
         return cls(
             np.array([work.kind for work in works], dtype=str),
             numbers.reshape(-1, len(_NUMBERS)).T,
             np.array([work.itemsize for work in works], dtype=np.int64),
-            np.ones(len(works)) if times is None else np.array(times, dtype=np.float64),
         )
 
     def between(self, other: Kernels, share: float) -> Kernels:
@@ -64,7 +62,7 @@ class Kernels:
     def flops(self) -> float:
         """Floating-point operations of all products, 2 for a multiply-add."""
         _, count, m, n, k = self.numbers
-        return float((2.0 * count * m * n * k * self.times).sum())
+        return float((2.0 * count * m * n * k).sum())
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,8 @@ class Accelerator:
             arithmetic = np.where(is_product | is_depthwise, 2.0 * count * m * n * k / rate, 0.0)
         # A CPU's core waits for what it loads; a GPU computes other tiles meanwhile.
         each = (arithmetic + least if self.device == "cpu" else np.fmax(arithmetic, least)) + self.kernel
-        own, host = float((each * kernels.times).sum()), self.launch + self.dispatch * divided
-        launched = 0.0 if compiled else float(host * kernels.times.sum())
+        own, host = float(each.sum()), self.launch + self.dispatch * divided
+        launched = 0.0 if compiled else host * len(kinds)
         return own + launched if self.device == "cpu" else max(own, launched)
 
     def _used(self, count: _Numbers, m: _Numbers, n: _Numbers, k: _Numbers) -> _Numbers:
@@ -290,12 +288,10 @@ def accelerator(name: str, file: Path = _FILE) -> Accelerator:
     """An accelerator of a file.
 
     Raises:
-        UserError: there is none of this name, or it has not all of its `flops`.
+        UserError: there is none of this name.
     """
     known = constants(file).accelerators
     one_of(f"cluster: {file}: accelerator", name, known)
-    if not {2, 4} <= known[name].flops.keys():
-        raise UserError(f"cluster: {file}: accelerators.{name}.flops: must have those of 2 and of 4 bytes")
     return known[name]
 
 

@@ -143,11 +143,6 @@ class Work:
     k: float = 0.0
     itemsize: int = 4
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations, 2 for a multiply-add."""
-        return 2.0 * self.count * self.m * self.n * self.k
-
 
 class CountWork(Operators):
     """Records a `Work` for every kernel that would run inside the context, in order."""
