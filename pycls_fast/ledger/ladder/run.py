@@ -94,8 +94,8 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.
         find_weights(config.weights)
-    # The trainings are measurements.
-    return [*typed, "trackers=[]"]
+    # The trainings are measurements. Only if one is set: a variant's older checkout may not know the key.
+    return [*typed, "trackers=[]"] if any(tracker.remote for tracker in config.trackers) else typed
 
 
 def _divide_devices(ledger: Ledger) -> None:
@@ -221,6 +221,7 @@ def _work(ledger: Ledger, config_name: str) -> Record:
         try:
             _announce(ledger, *ledger.time_reference())
             ledger.time_variants()
+            _report(ledger, config_name, finished=False)
             ledger.measure_numerics()
             if ledger.settings.trains:
                 _report(ledger, config_name, finished=False)

@@ -13,6 +13,7 @@ import pytest
 
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.report.effects import more_runs
 from pycls_fast.ledger.report.page import Chart, charts, ledger_page, redraw, write_page
 from pycls_fast.ledger.report.record import Record, compare_speed, read_record
 from pycls_fast.ledger.report.statistics import Speedup
@@ -155,6 +156,16 @@ def test_the_words_of_verdicts() -> None:
     assert "this workload resolves 0.30 points, not 0.25; in a new" in verdicts(record)["f"][1]
 
 
+def test_a_variant_compared_alone_needs_trainings_of_its_own() -> None:
+    """Whose number does not depend on how many the other families have taken."""
+    crossed, alone = accuracy(effect("a", "free"), count=96), accuracy(effect("b", "undecided", -0.1), count=48)
+    for others in ([], crossed.looks):
+        alone.runs, alone.looks = crossed.runs * 2, [*others, alone.looks[-1]]
+        record = record_of(variant("plain", None), accuracy=alone)
+        more = more_runs(alone.effects[0], alone.looks[-1], record.settings.margin)
+        assert f"about {more} more trainings" in verdicts(record)["b"][1]
+
+
 def drawn(record: Record, name: str) -> Chart:
     return next(chart for chart in charts(record) if chart.name == name)
 
@@ -180,6 +191,18 @@ def test_the_picture_of_the_decision(record: Record) -> None:
     assert [-0.25, -0.25] in [list(line.get_ydata()) for line in axes.lines]
 
 
+def test_what_float16_rounds_up_is_kept(record: Record) -> None:
+    """From 2^-25 on, half of its smallest number."""
+    record.gradients.total.exponents = {-25: 10, -26: 5}
+    bars = {
+        bar.get_label(): sum(patch.get_height() for patch in bar)
+        for bar in drawn(record, "gradients").figure.axes[0].containers
+    }
+    assert bars == pytest.approx({"zero in float16": 100 * 5 / 15, "kept": 100 * 10 / 15})
+    record.gradients.total.exponents = {}
+    assert drawn(record, "gradients")
+
+
 def test_rates_agree_with_the_speedups() -> None:
     """Medians over all steps would contradict them."""
     rounds = {"a": [100.0, 80.0, 120.0], "b": [130.0, 90.0, 170.0], "c": [70.0, 95.0, 101.0]}
@@ -190,10 +213,12 @@ def test_rates_agree_with_the_speedups() -> None:
     a, b, c = (each.timing for each in variants)
     assert b.speedup.ratio == pytest.approx(b.images_per_second / a.images_per_second)
     assert c.speedup_before.ratio == pytest.approx(c.images_per_second / b.images_per_second)
-    # One that failed in a later round.
-    c.rounds = c.rounds[:1]
-    compare_speed(variants)
-    assert variants[2].timing.speedup == Speedup(pytest.approx(0.7), None, None, 1)
+    shorter = record_of(
+        variant("a", None, timing=timing([100.0, 50.0])), variant("b", "a", timing=timing([130.0]))
+    ).variants
+    compare_speed(shorter)
+    assert shorter[1].timing is not None
+    assert shorter[1].timing.speedup == Speedup(pytest.approx(1.3), None, None, 1)
 
 
 @pytest.mark.parametrize("path", LEDGERS, ids=[path.parent.name for path in LEDGERS])
