@@ -43,6 +43,18 @@ def check_part(
         assert found["share_of_matmul"] == pytest.approx(flops / record["matmul"]["flops_per_second"])
 
 
+def check_stages(found: dict[str, Any]) -> None:
+    """Of the input pipeline."""
+    assert list(found["stages"]) == ["read", "decode", "augment", "collate", "copy"]
+    for stage in found["stages"].values():
+        assert stage["images_per_second"] * stage["seconds_per_image"] == pytest.approx(1)
+    by_worker = {name: stage["seconds_per_image"] for name, stage in found["stages"].items() if name != "copy"}
+    assert found["images_per_second_per_core"] == pytest.approx(1 / sum(by_worker.values()))
+    assert found["limit"] in {max(by_worker, key=by_worker.__getitem__), "copy"}
+    assert sum(stage["share"] for stage in found["stages"].values()) == pytest.approx(1)
+    assert found["images"] == KEYS["repeats"] * 64
+
+
 @compiles
 def test_a_compiled_loss_is_timed(tmp_path: Path, digits: Path) -> None:
     """The memory of the first steps is counted, but not in compiled code."""
@@ -77,9 +89,13 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
         check_part(record, "inference", batch=batch, samples=steps, forward_passes=1)
     if "loader" in parts:
         check_part(record, "loader", batch=64, samples=KEYS["repeats"], forward_passes=0)
+    if mode == "loader":
+        check_stages(record["input_pipeline"])
     if "both" in parts:
         check_part(record, "both", batch=64, samples=KEYS["repeats"], forward_passes=3)
         assert 0 <= record["both"]["data_wait_fraction"] <= 1
+    for part in parts - {"train", "inference"}:
+        assert len(record[part]["first_batch_seconds"]) == KEYS["repeats"]
     assert record["images_per_second"] == record[record["headline"]]["images_per_second"]
 
 

@@ -11,6 +11,7 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import DONE, refuse
 from pycls_fast.files import timestamp
+from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.variant import TimedVariant, speed_comparison
 from pycls_fast.ledger.measure.workloads import PartName, StepRange
 from pycls_fast.parallel.world import World
@@ -65,6 +66,12 @@ def time_variants(
             display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
             _measure(built, part, repeats, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
         for variant in built:
+            if {"loader", "both"} & set(PARTS[mode]):
+                display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
+                train, start = variant.sources["train"], order.take(repeats + 1)
+                variant.stages = measure_stages(
+                    variant.config, train, world, variant.switches, start=start, repeats=repeats
+                )
             if variant.skipped_steps:
                 display.warn(
                     f"{variant.name}: {variant.skipped_steps} steps had gradients that are not finite; "
@@ -159,11 +166,25 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
             ]
             for part in parts
         ]
+    if "input_pipeline" in first:
+        tables.append([_stages(each, each["name"] if len(variants) > 1 else "on one core") for each in variants])
     console = display.console if display.console.is_terminal else wide_console()
     for rows in tables:
         console.print(plain_table(rows, right={column for row in rows for column in list(row)[1:]}, no_wrap=True))
     if len(variants) > 1:
         display.note("speed-up: images/s over those of the first line, in pairs of neighbouring turns")
+
+
+def _stages(record: Mapping[str, Any], name: str) -> Row:
+    """Images per second of each stage on one core, in pipeline order."""
+    found = record["input_pipeline"]
+    row = {"input pipeline, images/s": name}
+    for stage, numbers in found["stages"].items():
+        rate = numbers["images_per_second"]
+        row[stage] = "-" if rate is None else f"{rate:,.0f} ({numbers['share']:.0%})"
+    row["per worker"] = f"{found['images_per_second_per_core']:,.0f}"
+    row["all workers, expected"] = f"{found['images_per_second_expected']:,.0f}"
+    return {**row, "limit": found["limit"]}
 
 
 def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -203,6 +224,8 @@ def _cells(part: Mapping[str, Any]) -> Row:
         row["of matmul"] = f"{part['share_of_matmul']:.1%}"
     if "data_wait_fraction" in part:
         row["data wait"] = f"{part['data_wait_fraction']:.1%}"
+    if "first_batch_seconds_p50" in part:
+        row["1st batch"] = f"{part['first_batch_seconds_p50']:.2f} s"
     if part["memory_peak_bytes"] is not None:
         row["memory"] = human(part["memory_peak_bytes"], "B")
     return row

@@ -50,6 +50,7 @@ class TimedVariant:
     Attributes:
         complexity, training_complexity: for one image of evaluation, and for one of the first epoch.
         lengths: steps of a turn of each part.
+        stages: record of the input pipeline's stages.
     """
 
     name: str
@@ -67,6 +68,7 @@ class TimedVariant:
     lengths: dict[PartName, int] = field(default_factory=dict)
     turns: dict[PartName, list[Turn]] = field(default_factory=dict)
     skipped_steps: int = 0
+    stages: dict[str, Any] | None = None
 
     @classmethod
     def build(
@@ -223,6 +225,7 @@ class TimedVariant:
             "switches": self.switches.values(),
             "matmul": matmul,
             "skipped_steps": self.skipped_steps,
+            **({"input_pipeline": self.stages} if self.stages is not None else {}),
             # The part that the names shared by all tools refer to.
             "headline": first,
             **{key: parts[first][key] for key in ("images_per_second", "step_seconds_p50", "memory_peak_bytes")},
@@ -301,6 +304,7 @@ def part_record(
         "step_seconds_p50": summary.p50,
         "step_seconds_p10": summary.p10,
         "step_seconds_p90": summary.p90,
+        "step_seconds_mean": summary.mean,
         "samples": summary.count,
         "sample": "step" if name in _SAMPLE_PER_STEP else "turn",
         "memory_peak_bytes": memory_peak_bytes,
@@ -312,6 +316,10 @@ def part_record(
             record["share_of_matmul"] = flops_per_second / matmul_flops_per_second
     if name == "both":
         record["data_wait_fraction"] = sum(turn.waited for turn in turns) / sum(turn.total for turn in turns)
+    first_batches = [turn.first_batch for turn in turns if turn.first_batch is not None]
+    if first_batches:
+        record["first_batch_seconds_p50"] = spread(first_batches).p50
+        record["first_batch_seconds"] = first_batches
     record["turn_seconds"] = turn_seconds
     record["step_seconds_each"] = [list(turn.seconds) for turn in turns]
     return record
@@ -323,6 +331,7 @@ def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[s
         [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]
         for record in (reference, variant)
     ]
+    peaks = [record[part]["memory_peak_bytes"] for record in (reference, variant)]
     found = paired_ratio(*rates)
     return {
         "part": part,
@@ -332,4 +341,5 @@ def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[s
         "speedup_low": found.low,
         "speedup_high": found.high,
         "pairs": found.rounds,
+        "memory_ratio": None if None in peaks else peaks[1] / peaks[0],
     }

@@ -22,17 +22,18 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Spread:
-    """Tenth, fiftieth and ninetieth percentile (linear between samples), and number of samples."""
+    """Tenth, fiftieth and ninetieth percentile (linear between samples), mean, and number of samples."""
 
     p10: float
     p50: float
     p90: float
+    mean: float
     count: int
 
 
 def spread(samples: Sequence[float]) -> Spread:
     p10, p50, p90 = np.quantile(samples, (0.1, 0.5, 0.9)).tolist()
-    return Spread(p10, p50, p90, len(samples))
+    return Spread(p10, p50, p90, float(np.mean(samples)), len(samples))
 
 
 @lru_cache
@@ -79,12 +80,13 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedu
 @dataclass(frozen=True)
 class ImagePair:
     """Two runs compared on the same images: the difference in top-1, second minus first, in points, with its 95%
-    interval over images (bootstrap of pairs, percentiles); how many only one of them got right, and how many have other
-    predictions, right or wrong; McNemar's exact test of equal accuracy (two-sided)."""
+    interval and standard error over images (bootstrap of pairs, percentiles); how many only one of them got right, and
+    how many have other predictions, right or wrong; McNemar's exact test of equal accuracy (two-sided)."""
 
     difference: float
     low: float
     high: float
+    standard_error: float
     only_first: int
     only_second: int
     p_value: float
@@ -102,10 +104,13 @@ def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray)
     draws = np.random.default_rng(0).multinomial(images, shares, size=10_000)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(100.0 * (draws[:, 1] - draws[:, 0]) / images, [tail, 100 - tail])
+    difference = (won - lost) / images
+    variance = max((won + lost) / images - difference**2, 0.0) / images
     return ImagePair(
-        difference=100.0 * (won - lost) / images,
+        difference=100.0 * difference,
         low=float(low),
         high=float(high),
+        standard_error=100.0 * math.sqrt(variance),
         only_first=lost,
         only_second=won,
         p_value=float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0,

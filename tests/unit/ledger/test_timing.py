@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pycls_fast import build
-from pycls_fast.ledger.measure import device, timing, workloads
+from pycls_fast.ledger.measure import device, stages, timing, workloads
 from pycls_fast.ledger.measure.variant import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
@@ -31,13 +31,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_slowest_rank_sets_the_time() -> None:
-    turns = [Turn((1.0, 5.0), 6.0, 0.5), Turn((2.0, 3.0), 5.0, 0.75)]
+    turns = [Turn((1.0, 5.0), 6.0, 0.5, 3.0), Turn((2.0, 3.0), 5.0, 0.75, 2.0)]
 
     class Two(World):
         def gather(self, value: Any) -> list[Any]:
             return turns
 
-    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75)
+    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
 
 
 class Recorded:
@@ -147,7 +147,7 @@ def test_waiting_for_data_is_told_from_training(
     part = loader(trainer=train)
     part.warm_up(1)
     turn = part.turn(3)
-    assert (turn.waited, turn.total) == (1.5, 6.0)
+    assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
 
 
 def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +221,17 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
     assert made[0] - len(taken) >= ahead
 
 
+def test_workers_beyond_the_cores_only_read() -> None:
+    samples = {"read": [3.0], "decode": [0.75], "augment": [0.125], "collate": [0.125], "copy": [0.0]}
+    found = [stages._summary(samples, workers, cores=2, ranks=1) for workers in (2, 8, 16)]
+    assert [summary["images_per_second_expected"] for summary in found] == [0.5, 2.0, 2.0]
+    assert [summary["limit"] for summary in found] == ["read", "read", "decode"]
+
+
 # Two turns of three steps, one of them with a hiccup.
 TURNS = [
-    Turn((1.0, 2.0, 3.0), 6.0, waited=1.5),
-    Turn((4.0, 5.0, 21.0), 30.0, waited=7.5),
+    Turn((1.0, 2.0, 3.0), 6.0, waited=1.5, first_batch=0.5),
+    Turn((4.0, 5.0, 21.0), 30.0, waited=7.5, first_batch=0.7),
 ]
 
 
@@ -240,6 +247,7 @@ def test_steps_that_compute_are_samples(name: PartName) -> None:
     found = record(name, TURNS)
     assert found["step_seconds_p50"] == 3.5
     assert found["images_per_second"] == 20.0
+    assert found["step_seconds_mean"] == 6.0
     assert found["samples"] == 6
     assert found["turn_seconds"] == [2.0, 10.0]
     assert found["step_seconds_each"] == [[1.0, 2.0, 3.0], [4.0, 5.0, 21.0]]
@@ -249,11 +257,15 @@ def test_steps_that_compute_are_samples(name: PartName) -> None:
 @pytest.mark.parametrize("name", ["loader", "both"])
 def test_steps_that_wait_for_bursts_count_by_turns(name: PartName) -> None:
     # Four workers whose batches arrive together: three waits of nothing, then a long one.
-    bursts = [Turn((0.0, 0.0, 0.0, 8.0), 8.0), Turn((0.0, 0.0, 0.0, 12.0), 12.0)]
+    bursts = [
+        Turn((0.0, 0.0, 0.0, 8.0), 8.0, first_batch=1.0),
+        Turn((0.0, 0.0, 0.0, 12.0), 12.0, first_batch=3.0),
+    ]
     found = record(name, bursts, images_per_step=10)
     assert found["step_seconds_p50"] == 2.5
     assert found["images_per_second"] == 4.0
     assert found["samples"] == 2
+    assert found["first_batch_seconds_p50"] == 2.0
 
 
 def test_training_is_three_forward_passes() -> None:
@@ -269,9 +281,10 @@ def test_comparison_pairs_turns_and_counts_images_not_steps() -> None:
     # Half the batch in a quarter and in a fifth of the time.
     small = [Turn((0.5, 0.5), 1.0), Turn((2.0, 2.0), 4.0)]
     reference = {"name": "a", "train": record("train", [Turn((2.0, 2.0), 4.0), Turn((10.0, 10.0), 20.0)], 64)}
-    variant = {"name": "b", "train": record("train", small, 32)}
+    variant = {"name": "b", "train": {**record("train", small, 32), "memory_peak_bytes": 246}}
     found = speed_comparison("train", reference, variant)
     assert found["pairs"] == 2
     assert found["speedup"] == pytest.approx(5**0.5)
     assert (found["variant"], found["reference"]) == ("b", "a")
     assert found["speedup_low"] < 2
+    assert found["memory_ratio"] == 2.0
