@@ -6,6 +6,7 @@ the wrong predictions of all folds, `pycls-fast runs RUN... report=FOLDER`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -24,10 +25,11 @@ from pycls_fast.config.saved import as_data, validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import DONE, UserError, refusing
-from pycls_fast.files import timestamp, user_path
-from pycls_fast.ledger.report.comparison import comparison_page, print_comparison
+from pycls_fast.files import user_path
+from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, PLACE_KEYS, SavedRun, Values, find_runs, read_run, read_values, texts
+from pycls_fast.speed import SWITCHES
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions
@@ -50,7 +52,7 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
         UserError: a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run_files(run_a), read_run_files(run_b)
-    folder = user_path(output) if output else Path("comparisons", timestamp())
+    folder = user_path(output) if output else _default_folder(a.run.path, b.run.path)
     record = comparison(a, b, images)
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +66,8 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
 def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
     """The whole record; if `images` (the comparison image by image) is None, `not_paired` says why."""
     reason = why_not_paired(a, b)
+    cards = {f"speed.{switch.name}": switch.numerics for switch in SWITCHES.values()}
+    settings = differing(a.run.config, b.run.config, PLACE_KEYS)
     known = bool(a.environment and b.environment)
     return {
         "kind": "comparison",
@@ -72,7 +76,8 @@ def comparison(a: RunFiles, b: RunFiles, images: int) -> Record:
         "versions": versions(),
         "a": _run(a),
         "b": _run(b),
-        "settings": differing(a.run.config, b.run.config, PLACE_KEYS),
+        # The class of a switch's numerics; None for other keys.
+        "settings": [row | {"class": cards.get(row["key"])} for row in settings],
         "environment": differing(a.environment, b.environment, _NOT_COMPARED) if known else [],
         "not_paired": reason,
         "without_pictures": (a.missing if a.source is None else None) and b.missing,
@@ -176,9 +181,28 @@ def _run(files: RunFiles) -> Record:
         **{key: run.numbers[key] for key in ("best_top1", "images_per_second")},
         "memory_peak_bytes": summary.get("memory_peak_bytes", newest.get("memory_peak_bytes")),
         **{key: summary.get(key) for key in _SUMMARY_KEYS},
-        "curve": [[record["epoch"], record["loss"]] for record in train if record["loss"] is not None],
+        "changes": _changes(run.records),
+        "curve": curve(train),
         "evaluations": [{key: record[key] for key in ("epoch", "top1", "loss")} for record in run.evaluations],
     }
+
+
+def _default_folder(a: Path, b: Path) -> Path:
+    """A folder of its own for each pair of runs, whose names may be those of other runs."""
+    paths = [path.resolve() for path in (a, b)]
+    digest = hashlib.sha256("\n".join(map(str, paths)).encode(errors="surrogateescape")).hexdigest()[:6]
+    return Path("comparisons") / f"{'--'.join('_'.join(path.parts[-2:]) for path in paths)}-{digest}"
+
+
+def _changes(records: Sequence[Values]) -> list[Record]:
+    """The settings that were changed when a run was resumed, as `{step, epoch, changed}`, without undone steps."""
+    found: list[Record] = []
+    for record in records:
+        if record.get("event") == "resumed":
+            # Steps after a checkpoint are trained again.
+            found = [earlier for earlier in found if earlier["step"] < record["step"]]
+            found.append({key: record[key] for key in ("step", "epoch", "changed")})
+    return [each for each in found if each["changed"]]
 
 
 def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
@@ -201,11 +225,17 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     if one is None or two is None:
         return f"{'A' if one is None else 'B'} has no predictions yet: it has not been evaluated"
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
-        return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)}"
+        others = sorted({*a.classes} ^ {*b.classes})
+        return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)} ({', '.join(others[:3])})"
     if any(run.source is not None and run.source.label_sets is not None for run in (a, b)):
         return "their images have several labels"
-    if a.source is not None and b.source is not None and _names(a.source) != _names(b.source):
-        return "they were evaluated on different images"
+    if a.source is not None and b.source is not None:
+        names, others = _names(a.source), _names(b.source)
+        if len(names) != len(others):
+            return f"they were evaluated on different images: {len(names):,} and {len(others):,}"
+        place = next((i for i, name in enumerate(names) if name != others[i]), None)
+        if place is not None:
+            return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
     one, two = one.shared(two)
     if not len(one.indices_N):
         return "they have no image in common"
@@ -274,8 +304,12 @@ def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray
     for label in np.unique(labels_N).tolist():
         rows_M2 = right_N2[labels_N == label]
         a, b = (100.0 * rows_M2.mean(axis=0)).tolist()
-        name = class_name(classes, label)
-        found.append({"label": label, "class": name, "images": len(rows_M2), "a": a, "b": b, "difference": b - a})
+        lost = int((rows_M2[:, 0] & ~rows_M2[:, 1]).sum())
+        won = int((~rows_M2[:, 0] & rows_M2[:, 1]).sum())
+        found.append(
+            {"label": label, "class": class_name(classes, label), "images": len(rows_M2), "a": a, "b": b}
+            | {"difference": b - a, "only_a": lost, "only_b": won}
+        )
     return sorted(found, key=lambda row: -abs(row["difference"]))
 
 
@@ -283,10 +317,11 @@ def _names(source: Images) -> list[str]:
     """The images' names without their common folder, as the data may have been moved."""
     names = [source.name(index) for index in range(len(source))]
     # A table may mix relative and absolute paths, which have no common folder.
-    with suppress(ValueError):
-        common = os.path.commonpath({name.rpartition(os.sep)[0] for name in names}) + os.sep
-        names = [name.removeprefix(common) for name in names]
-    return names
+    if len({name.startswith(os.sep) for name in names}) > 1:
+        return names
+    folders = {name.rpartition(os.sep)[0] for name in names}
+    common = os.path.commonpath(folders) + os.sep
+    return [name.removeprefix(common) for name in names]
 
 
 def report_folds(folders: Sequence[str], report: str) -> None:

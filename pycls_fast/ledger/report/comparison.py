@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from pycls_fast.config.keys import as_typed
 from pycls_fast.ledger.report.page import INK, PALE, Chart, plain_axes
 from pycls_fast.ledger.runs import shortened
 from pycls_fast.train.contact_sheet import tile
-from pycls_fast.train.display import duration, human, plain_table, wide_console
+from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
 from pycls_fast.train.pictures import data_url, render
 
 Record = Mapping[str, Any]
@@ -23,6 +24,15 @@ Row = dict[str, str]
 _MACHINE = {"processor", "cpu_count", "threads"}
 # Pixels of a picture on the page, and classes in a table.
 _SIDE, _CLASSES = 176, 50
+# At most so many points per loss curve: more could not be seen.
+_MOST_POINTS = 400
+
+
+def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Epochs and losses of training's metrics lines for a chart: at most 400 points, those with a finite loss."""
+    known = [record for record in records if record["loss"] is not None]
+    every = -(-len(known) // _MOST_POINTS) or 1
+    return {key: [each[key] for each in known[::every]] for key in ("epoch", "loss")}
 
 
 def predictions_of(each: Record) -> list[str]:
@@ -49,6 +59,10 @@ def verdict(record: Record) -> str:
 def notes(record: Record) -> list[str]:
     a, b, found = record["a"], record["b"], record["images"]
     lines = [f"{name} is not finished." for name, run in (("A", a), ("B", b)) if not run["finished"]]
+    for name in ("a", "b"):
+        for change in record[name]["changes"]:
+            pairs = (f"{key} {as_typed(old)} -> {as_typed(new)}" for key, (old, new) in change["changed"].items())
+            lines.append(f"{name.upper()} changed after epoch {epochs(change['epoch'])}: {', '.join(pairs)}")
     places = [(run["device"], run["world_size"]) for run in (a, b)]
     elsewhere = None not in (a["device"], b["device"]) and places[0] != places[1]
     if elsewhere or _MACHINE & {row["key"] for row in record["environment"]}:
@@ -110,11 +124,12 @@ def _rows(found: Sequence[Record]) -> list[Row]:
     rows = []
     for row in found:
         whole, short = ({name.upper(): text(row[name]) for name in "ab"} for text in (str, shortened))
-        rows.append({"setting": row["key"]} | (whole if short["A"] == short["B"] else short))
+        numerics = {"numerics": row["class"] or ""} if "class" in row else {}
+        rows.append({"setting": row["key"]} | (whole if short["A"] == short["B"] else short) | numerics)
     return rows
 
 
-def _class_rows(record: Record) -> list[Row]:
+def _class_rows(record: Record, *, changed: bool) -> list[Row]:
     found = record["images"]["classes"] if record["images"] is not None else []
     return [
         {
@@ -125,6 +140,7 @@ def _class_rows(record: Record) -> list[Row]:
             "points": f"{row['difference']:+.1f}",
         }
         for row in found
+        if row["difference"] or not changed
     ]
 
 
@@ -141,6 +157,10 @@ def print_comparison(record: Record) -> None:
     console.print()
     for line in (verdict(record), *notes(record)):
         console.tell(line)
+    classes = _class_rows(record, changed=True)[:10]
+    if classes:
+        console.print()
+        console.print(plain_table(classes))
 
 
 def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
@@ -164,7 +184,7 @@ def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
         environment=_rows(record["environment"]),
         pictures={index: _embedded(picture) for index, picture in pictures.items()},
         predictions_of=predictions_of,
-        classes=_class_rows(record),
+        classes=_class_rows(record, changed=False),
         most=_CLASSES,
     )
 
@@ -197,9 +217,9 @@ def _lines(record: Record, key: str, label: str, what: str) -> Chart | None:
     figure, axes = plain_axes(3.6)
     for name in ("a", "b"):
         run, looks = record[name], _LOOKS[name]
-        if key == "loss" and run["curve"]:
-            color, width = looks["color"], looks["linewidth"]
-            axes.plot(*zip(*run["curve"], strict=True), label=f"{name.upper()}, training", color=color, linewidth=width)
+        if key == "loss" and run["curve"]["epoch"]:
+            axes.plot(run["curve"]["epoch"], run["curve"]["loss"], label=f"{name.upper()}, training",
+                      color=looks["color"], linewidth=looks["linewidth"])  # fmt: skip
         scored = [(each["epoch"], each[key]) for each in run["evaluations"] if each[key] is not None]
         if scored:
             style = {"linestyle": "--", "linewidth": 0.9, "color": INK} if key == "loss" else {}

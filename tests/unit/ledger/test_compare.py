@@ -98,9 +98,23 @@ def test_planted_disagreements(runs: Path, tmp_path: Path, capsys: pytest.Captur
     assert "speed.attention" in said
     page = Page(tmp_path / "out" / "index.html")
     assert page.pictures == ["svg+xml"] * 2 + ["png"] * 5
-    for words in ("Right in A, wrong in B: 3 of 4", "Right in B, wrong in A: 2", "optim.lr", "0.001"):
+    for words in ("Right in A, wrong in B: 3 of 4", "Right in B, wrong in A: 2", "optim.lr", "0.001", "rounding"):
         assert words in page.text
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["compare.json", "index.html"]
+
+
+def test_changes_at_a_resumption_are_shown(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(b)
+    for step, changed in ((6, {"optim.lr": [1, 2]}), (4, {"optim.lr": [0.002, 0.001], "loss.threshold": [None, 0.5]})):
+        folder.add_record("event", step, step / 2, event="resumed", asked="auto", changed=changed)
+    folder.add_record("event", 8, 4.0, event="resumed", asked="auto", changed={})
+    compare_runs(str(a), str(b), output=str(b / "out"), images=0)
+    line = "B changed after epoch 2: optim.lr 0.002 -> 0.001, loss.threshold null -> 0.5"
+    shown = capsys.readouterr().out
+    assert shown.count("changed after") == 1
+    assert line in shown
+    page = Page(b / "out" / "index.html")
+    assert line in page.text
 
 
 def reason(a: Path, b: Path) -> str:
@@ -112,7 +126,9 @@ def reason(a: Path, b: Path) -> str:
 @pytest.mark.slow
 def test_other_images_are_not_compared(a: Path, tmp_path: Path, digits: Path) -> None:
     other = make_run(tmp_path / "other", digits, {}, "data.split_seed=1")
-    assert reason(a, other) == "they were evaluated on different images"
+    assert " where B has " in reason(a, other)
+    fewer = make_run(tmp_path / "fewer", digits, {}, "data.val_fraction=0.1")
+    assert reason(a, fewer).startswith("they were evaluated on different images: 359 and 1")
     compare_runs(str(a), str(other), output=str(tmp_path / "out"), images=3)
     page = Page(tmp_path / "out" / "index.html")
     assert "Not compared image by image: they were evaluated on different images" in page.text
@@ -161,13 +177,15 @@ def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
     assert [each["index"] for each in record["images"]["only_a"]] == [40, 358, 20]
 
 
-def test_other_classes_are_not_compared(a: Path, b: Path) -> None:
-    for run, classes in ((a, ["cat", "dog"]), (b, ["cat", "dog", "owl"])):
+def test_other_classes_are_not_compared(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, classes in ((a, ["cat", "dog"]), (b, ["cat", "dog", "owl\x1b[31m"])):
         state = run / "checkpoints" / "step_000000010" / "state.json"
         state.parent.mkdir()
         (state.parent / ".metadata").touch()
         state.write_text(json.dumps({"classes": classes}))
-    assert reason(a, b) == "their classes differ: A has 2, B has 3"
+    assert reason(a, b) == "their classes differ: A has 2, B has 3 (owl\x1b[31m)"
+    compare_runs(str(a), str(b), output=str(b / "out"), images=0)
+    assert "B has 3 (owl\\x1b[31m)" in capsys.readouterr().out
 
 
 def test_scores_that_are_not_numbers(a: Path, b: Path, tmp_path: Path) -> None:
