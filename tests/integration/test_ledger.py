@@ -66,6 +66,9 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "nowhere: timing 1 of 1: cannot run: precision: tf32 needs CUDA" in said
 
     record = json.loads((folder / "ledger.json").read_text())
+    # Both starts, the one that was killed as well.
+    assert record["wall_seconds"] > sum(run["seconds"] for run in record["accuracy"]["runs"])
+    assert f"{record['wall_seconds'] / 60:.0f} min with jobs=" in (folder / "index.html").read_text()
     variants = {each["name"]: each for each in record["variants"]}
     assert list(variants) == ["plain", "same", "nowhere", "half"]
     assert variants["nowhere"]["status"] == "cannot run"
@@ -76,7 +79,7 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "2 of 2 variants are free, 1 more did not run here" in said
     assert variants["half"]["timing"]["precision"] == "amp_bf16"
     assert variants["half"]["numerics"][1]["gradient_error"] > 10 * variants["plain"]["numerics"][1]["gradient_error"]
-    for name in ("index.html", "charts/decision.svg"):
+    for name in ("index.html", "charts/decision.png"):
         assert (folder / name).stat().st_size > 500
 
     # Nothing is left to do, and nothing is done.
@@ -97,7 +100,7 @@ def test_a_question_is_answered_in_one_sentence(digits: Path, tmp_path: Path) ->
     more = ("speed=reference", "numerics_steps=null", "jobs=2", f"output={tmp_path / 'report'}")
     said = run_process(ledger(None, digits, "switches=[precision.amp_bf16]", *more), cwd=tmp_path).stdout
     before, _, after = said.partition("training, seed")
-    assert re.search(r"training: at most 8, about \d+ min\n", before)
+    assert re.search(r"training: at most about \d+ min\n8 trainings, scored on \d+ images, show differences of", before)
     assert "1 of 1 variant is free: a loss of 60 points matters, on vit_digits." in after
     answer = r"^precision\.amp_bf16: [\d.]+x \(one round\); free: at most [\d.]+ points lost \(95%\)$"
     assert re.search(answer, after, flags=re.MULTILINE)
@@ -143,7 +146,7 @@ def test_a_dry_run_measures_a_few_steps(ladder: Path, digits: Path, tmp_path: Pa
     fine_tunes = ("needs_weights=true", f"weights={weights}")
     said = run_process(ledger(ladder, digits, f"output={folder}", "dry_run=true", *fine_tunes), cwd=tmp_path).stdout
     assert "half: speed=reference precision=amp_bf16" in said
-    lines = [line.partition(": ")[0] for line in said.splitlines() if re.search(": (at most 8, )?about ", line)]
+    lines = [line.partition(": ")[0] for line in said.splitlines() if re.search(": (at most )?about ", line)]
     assert lines == ["timings", "rounding", "training"]
     # 1,438 images make 22 steps of 64.
     assert re.search(r"in total about \d+ min if every variant is as fast as the first \(\d+ ms a step, 22 steps", said)

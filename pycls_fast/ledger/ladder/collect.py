@@ -45,6 +45,7 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
     return Record(
         config_name=config_name,
         time=time.time(),
+        wall_seconds=ledger.folder.seconds,
         command=environment_command(),
         ladder=ledger.ladder,
         settings=ledger.settings,

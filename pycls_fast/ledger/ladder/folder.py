@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.run import groups
-from pycls_fast.errors import UserError, first_few, refusing
+from pycls_fast.errors import UserError, refusing
 from pycls_fast.ledger.ladder.plan import Factors, readable, slug
 from pycls_fast.ledger.report.record import Rounding
 from pycls_fast.reading import Model, Saved, check, read_json
@@ -38,6 +39,12 @@ class SavedPlan(BaseModel):
     code: list[str]
     crossing: Factors | None
     experiment: dict[str, Any] = {}
+
+
+class SavedSeconds(Saved):
+    """The seconds that all starts have worked."""
+
+    seconds: NonNegativeFloat
 
 
 class SavedFailure(Saved):
@@ -65,10 +72,15 @@ class SavedRounding(Saved):
     weights: str | None = None
 
 
-class SavedSteps(Saved):
-    """Training steps; rates in images/s."""
+class SavedSpeed(Saved):
+    """How fast any part is: the median of its steps."""
 
     step_seconds_p50: PositiveFloat
+
+
+class SavedSteps(SavedSpeed):
+    """Training steps; rates in images/s."""
+
     images_per_second: PositiveFloat
     images_per_step: PositiveInt
     step_seconds_each: list[list[PositiveFloat]]
@@ -125,13 +137,15 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
-        self._plan_file = path / "plan.json"
+        self._plan_file, self._seconds_file = path / "plan.json", path / "took.json"
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
         # Its variants as factors of the trainings, once it trains.
         self.factors: Factors | None = None
         self._say, self._code, self._accept_code = say, code, accept_code
         self._plan: dict[str, Any] = {}
+        # Seconds worked in earlier starts, and when this one began.
+        self._before, self._started = 0.0, time.monotonic()
 
     @contextmanager
     def opened(self, plan: Mapping[str, Any]) -> Iterator[None]:
@@ -146,6 +160,10 @@ class LedgerFolder:
                 stack.enter_context(RunFolder(self.path)).lock(0, key="output")
                 self.check(plan)
                 self._write_plan()
+                if self._seconds_file.is_file():
+                    self._before = read_measurement(self._seconds_file, SavedSeconds).seconds
+                self._started = time.monotonic()
+            stack.callback(self.save_seconds)
             yield
 
     def check(self, plan: Mapping[str, Any]) -> None:
@@ -167,10 +185,19 @@ class LedgerFolder:
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW or key in fixed}
         other = changed(before, asked)
         if self._code() not in kept.code and not self._accept_code:
-            other.insert(0, "code (accept_code=true, if the change does not affect the measurements)")
+            other.append("code (accept_code=true, if the change does not affect the measurements)")
         if other:
-            raise UserError(f"output: {self.path} holds a ledger with different {first_few(other)}; {way_out}")
+            raise UserError(f"output: {self.path} holds a ledger with different {', '.join(other)}; {way_out}")
         self.codes, self.factors = kept.code, kept.crossing
+
+    @property
+    def seconds(self) -> float:
+        """Seconds worked in all starts up to now."""
+        return self._before + time.monotonic() - self._started
+
+    def save_seconds(self) -> None:
+        """Save the seconds; a kill -9 loses the time since."""
+        write_json(self._seconds_file, {"seconds": self.seconds})
 
     def _write_plan(self) -> None:
         factors = None if self.factors is None else asdict(self.factors)
@@ -256,15 +283,16 @@ def code_digest(configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
     return found.hexdigest()
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
+def changed(before: Mapping[str, Any], now: Mapping[str, Any], most: int = 5) -> list[str]:
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, `most` keys that differ."""
     names = [name for name, value in now.items() if value != before.get(name)]
     if "experiment" not in names:
         return names
     old, new = (flat(plan.get("experiment", {})) for plan in (before, now))
     keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    more = [f"{len(keys) - most} more keys"] if len(keys) > most else []
     # The keys say what changed; that `base` differs too adds nothing.
-    return [*(name for name in names if name not in ("base", "experiment")), *keys]
+    return [*(name for name in names if name not in ("base", "experiment")), *keys[:most], *more]
 
 
 def _gpu() -> str:

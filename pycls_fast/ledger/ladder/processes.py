@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,10 +190,10 @@ ONE_PROCESS = (
 )
 
 
-def timing_arguments(*, steps: int, warmup_steps: int, seconds: float) -> tuple[str, ...]:
+def timing_arguments(*, steps: int, warmup_steps: int, seconds: float, mode: str = "train") -> tuple[str, ...]:
     """One turn of `pycls-fast time`. It refuses `weights`, which do not affect time."""
     counts = (f"steps={steps}", f"warmup_steps={warmup_steps}", f"seconds={seconds:g}", "repeats=1")
-    return ("weights=null", "mode=train", *counts)
+    return ("weights=null", f"mode={mode}", *counts)
 
 
 @dataclass(frozen=True)
@@ -209,3 +210,13 @@ class TrainingRun:
     @property
     def is_done(self) -> bool:
         return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
+
+
+def progress_of(folder: RunFolder) -> str:
+    """The newest step in a run's metrics, with its epoch and loss."""
+    newest = deque(folder.records("train"), maxlen=1)
+    if not newest:
+        return "no step logged yet"
+    (record,) = newest
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    return f"epoch {record['epoch']:.2f}, step {record['step']}, loss {loss}"

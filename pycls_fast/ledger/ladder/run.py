@@ -1,10 +1,7 @@
-"""Run a ladder from start to end: checks, the plan or its dry run with an estimate of the time, the measurements, and
-the files that are written."""
+"""Run a ladder from start to end: checks, the plan or its dry run, the measurements, and the files that are written."""
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +10,22 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
-from pycls_fast.config.keys import key_of, text_override
+from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experiment
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedTiming, code_digest, conditions, read_measurement
-from pycls_fast.ledger.ladder.plan import check_reference, check_runs, families, find_factors, tree_path
-from pycls_fast.ledger.ladder.processes import timing_arguments, visible_devices
+from pycls_fast.ledger.ladder.estimate import announce, show_plan
+from pycls_fast.ledger.ladder.folder import (
+    LedgerFolder,
+    code_digest,
+    conditions,
+)
+from pycls_fast.ledger.ladder.plan import tree_path
+from pycls_fast.ledger.ladder.processes import visible_devices
 from pycls_fast.ledger.ladder.work import Ledger
-from pycls_fast.ledger.report.record import Record
+from pycls_fast.ledger.report.record import (
+    Record,
+)
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import write_json
@@ -65,7 +69,7 @@ def run_ladder(
     ledger.conditions = conditions(config, device)
     if dry_run:
         place.check(ledger.plan())
-        _show_plan(ledger)
+        show_plan(ledger)
         return DONE
     for name, why in refused.items():
         display.note(f"{name}: cannot run: {why}")
@@ -124,94 +128,6 @@ def _trees(ladder: Ladder) -> list[Path]:
     return list(trees.values())
 
 
-def _show_plan(ledger: Ledger) -> None:
-    """Print the variants of a ledger that is not open, and an estimate of the time for what its folder does not have.
-
-    Raises:
-        UserError: the reference does not run, or see `_announce`.
-    """
-    if ledger.settings.trains:
-        ledger.plan_trainings()
-    for variant in ledger.selection.variants():
-        words, ranks = " ".join(variant.overrides) or "the experiment as it is", variant.ranks or 1
-        why_not = ledger.selection.why_not(variant)
-        ledger.say(
-            f"{variant.name}: {f'not run, {why_not}' if why_not else words + f'  ({ranks} ranks)' * (ranks > 1)}"
-        )
-    ledger.say("timing a few steps of the first variant for the estimate")
-    first = ledger.selection.variants()[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "time.json"
-        brief = timing_arguments(steps=3, warmup_steps=2, seconds=1.0)
-        more = (*brief, text_override("output", str(file)))
-        finished = ledger.process("time", first, more, log=file.with_suffix(".txt")).wait()
-        if finished.status != 0:
-            check_reference(first, finished.reason())
-        timed = read_measurement(file, SavedTiming)
-    _announce(ledger, finished.seconds, timed)
-
-
-def _announce(ledger: Ledger, seconds: float | None, timed: SavedTiming) -> None:
-    """Say how long the rest takes by `estimate`, if seconds are known.
-
-    Raises:
-        UserError: the margin is smaller than one image, or there are too few trainings.
-    """
-    s, images = ledger.settings, timed.evaluated_images
-    if s.trains:
-        names = [variant.name for variant in ledger.selection.runnable()]
-        # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
-        factors = ledger.folder.factors or find_factors(ledger.ladder, names, lambda variant: None)
-        check_runs(families(ledger.ladder, factors, s.runs_at_most, s.first_seed))
-    if s.trains and images and s.margin < 100 / images:
-        raise UserError(
-            f"margin: {s.margin:g} points are less than one of {images:,} images; use "
-            f"margin={math.ceil(2000 / images) / 10:g}, or more images"
-        )
-    if seconds is None:
-        return
-    parts = {name: took for name, took in estimate(ledger, seconds, timed).items() if took > 0}
-    for name, took in parts.items():
-        most = f"at most {ledger.trainings_at_most()}, " if name == "training" else ""
-        ledger.say(f"{name}: {most}about {took / 60:.0f} min")
-    ledger.say(
-        f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
-        f"({timed.train.step_seconds_p50 * 1e3:.0f} ms a step, {timed.steps_per_run:,} steps a run)"
-    )
-
-
-# Two passes of a batch in float64, in training steps; explicit attention and small chunks make them slow.
-_FLOAT64_STEPS = 10
-# `ledger gradients` by default: half of them to warm up.
-_GRADIENT_STEPS = 40
-
-
-def estimate(ledger: Ledger, seconds: float, timed: SavedTiming) -> dict[str, float]:
-    """Seconds by kind of measurement for what the folder does not have yet, if all variants are as fast as the first
-    and images are loaded in time; the most that the trainings may take.
-
-    Args:
-        seconds: what a process of the first variant took.
-        timed: its record.
-    """
-    s, missing, train = ledger.settings, ledger.missing(), timed.train
-    # Imports, building, writing. The warm-up takes half as long as the timed steps.
-    start = max(seconds - 1.5 * sum(map(sum, train.step_seconds_each)), 0.0)
-    step = train.step_seconds_p50
-    turn = max(s.steps * step, s.seconds) + max(s.warmup_steps * step, s.seconds / 2)
-    # A forward pass is a third of a step, and each evaluation starts its own workers.
-    steps = timed.steps_per_run + timed.evaluated_images_per_run / train.images_per_step / 2
-    # On a CPU, concurrent runs share the cores.
-    jobs = s.jobs if ledger.device == "cuda" else 1
-    runs = math.ceil(missing["training"] / jobs) if s.trains else 0
-    return {
-        "timings": missing["timings"] * (start + turn),
-        "rounding": missing["rounding"] * (start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * step),
-        "gradients": missing["gradients"] * (start + _GRADIENT_STEPS * step),
-        "training": runs * (start + steps * step),
-    }
-
-
 def _work(ledger: Ledger, config_name: str) -> Record:
     """Measure everything and write the report; returns its record."""
     with ledger.folder.opened(ledger.plan()), stop_requests("stopping; what is finished is saved") as ledger.stop:
@@ -219,7 +135,7 @@ def _work(ledger: Ledger, config_name: str) -> Record:
         ledger.stop.training = True
         finished = False
         try:
-            _announce(ledger, *ledger.time_reference())
+            announce(ledger, *ledger.time_reference())
             ledger.time_variants()
             _report(ledger, config_name, finished=False)
             ledger.measure_numerics()

@@ -7,8 +7,7 @@ the same runs and the same words.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -99,10 +98,10 @@ class CrossedTrainings:
             self.factors.broken = {}
         self._pairs: dict[PlannedPair, Pair | None] = {}
 
-    def groups(self) -> list[list[Family]]:
+    def groups(self, factors: Factors | None = None) -> list[list[Family]]:
         """The families of trainings, those that are tested together in one list."""
         s = self.settings
-        return families(self.ladder, self.factors, s.runs_at_most, s.first_seed)
+        return families(self.ladder, factors or self.factors, s.runs_at_most, s.first_seed)
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
@@ -227,10 +226,13 @@ class CrossedTrainings:
         return False
 
     def record(self) -> Accuracy:
-        groups = self.groups()
+        groups, broken = self.groups(), list(self.factors.broken.items())
+        # Also those of designs from before a variant was left out.
+        designs = [self.groups(replace(self.factors, broken=dict(broken[:count]))) for count in range(len(broken))]
+        trained = [family for design in (*designs, groups) for group in design for family in group]
         results = [self._result(group) for group in groups]
         return Accuracy(
-            runs=self.trained([Family((), tuple(self._screening()), 0), *chain(*groups)]),
+            runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
             effects=[
                 *(identical(name) for name in self.factors.identical),
                 *(effect for result in results for effect in result.effects),

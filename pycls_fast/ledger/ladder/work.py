@@ -15,7 +15,6 @@ from typing import Any
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
-from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedRounding, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.plan import Selection, combination, default_runs, merged, tree_path, with_parents
 from pycls_fast.ledger.ladder.processes import (
@@ -24,14 +23,17 @@ from pycls_fast.ledger.ladder.processes import (
     Process,
     ProcessResult,
     TrainingRun,
+    progress_of,
     timing_arguments,
 )
 from pycls_fast.ledger.ladder.trainings import CrossedTrainings
-from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.signals import StopRequest
 
 # Rare enough to leave the cores to the process that is timed.
 _POLLING_SECONDS = 0.1
+# Between two lines on how far the trainings are.
+_PROGRESS_SECONDS = 60.0
 
 
 @dataclass
@@ -71,7 +73,9 @@ class Ledger:
             base = base.model_copy(update={"ranks": self.settings.ranks})
             self.ladder = self.ladder.model_copy(update={"baseline": base})
         self.selection = Selection(self.ladder, self.settings.mode, self.device)
-        # The timings of this start.
+        # Of this start: seconds that each measurement and each training took, and the timings.
+        self._measurement_seconds: list[float] = []
+        self._training_seconds: list[float] = []
         self._timed: set[Path] = set()
 
     def plan(self) -> dict[str, Any]:
@@ -186,7 +190,9 @@ class Ledger:
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         s, file = self.settings, self.folder.timing_file(variant, number)
         more = timing_arguments(steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
-        finished = self._measure(f"{variant.name}: timing {number + 1} of {s.rounds}", "time", variant, file, more)
+        # In later rounds it has run before: another program may have been in its way.
+        what, again = f"{variant.name}: timing {number + 1} of {s.rounds}", number > 0
+        finished = self._measure(what, "time", variant, file, more, again=again)
         if finished is not None and finished.status != 0:
             self.selection.blame(variant, finished, is_first=number == 0)
         elif finished is not None:
@@ -203,18 +209,28 @@ class Ledger:
         if finished is not None and finished.status != 0:
             self.unmeasured[what] = finished.reason()
 
-    def _measure(self, what: str, verb: str, variant: Variant, file: Path, more: Sequence[str]) -> ProcessResult | None:
-        """Run one process to its end, unless its file exists."""
+    def _measure(
+        self, what: str, verb: str, variant: Variant, file: Path, more: Sequence[str], *, again: bool = False
+    ) -> ProcessResult | None:
+        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if file.is_file():
             return None
-        process = self._start(what, verb, variant, (*more, text_override("output", str(file))), file)
+        arguments = (*more, text_override("output", str(file)))
+        finished = self._wait(self._start(what, verb, variant, arguments, file))
+        if again and finished.status != 0:
+            self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
+            finished = self._wait(self._start(what, verb, variant, arguments, file))
+        self._measurement_seconds.append(finished.seconds)
+        self._report(what, finished)
+        return finished
+
+    def _wait(self, process: Process) -> ProcessResult:
         try:
             while (finished := self._poll(process)) is None:
                 time.sleep(_POLLING_SECONDS)
         except BaseException:
             Process.stop([process])
             raise
-        self._report(what, finished)
         return finished
 
     def _poll(self, process: Process) -> ProcessResult | None:
@@ -227,24 +243,41 @@ class Ledger:
 
     def _report(self, what: str, finished: ProcessResult) -> None:
         """Say how a process ended."""
+        self.folder.save_seconds()
         if finished.status == 0:
-            total = self.total()
-            self.say(f"{what}: {finished.seconds:.0f} s  ({total - sum(self.missing().values())} of {total})")
+            missing, total = self.missing(), self.total()
+            done = total - sum(missing.values())
+            self.say(f"{what}: {finished.seconds:.0f} s  ({done} of {total}, {self._left(missing)})")
         elif finished.refused:
             self.say(f"{what}: cannot run: {finished.reason()}")
         else:
             self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
 
-    def train(self, runs: Sequence[TrainingRun]) -> None:
-        """Run those trainings that are not done, `jobs` at a time, and wait for them; if a stop is requested, all end.
+    def _left(self, missing: Mapping[str, int]) -> str:
+        """The remaining time in words; how long a training takes is not known before one has ended."""
+        runs = missing["training"]
+        others = sum(missing.values()) - runs
+        unknown = runs > 0 and not self._training_seconds
+        if unknown and not others:
+            return "the training comes next"
+        each, run = (sum(s) / max(len(s), 1) for s in (self._measurement_seconds, self._training_seconds))
+        seconds = others * each + runs * run / self.settings.jobs
+        text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"about {text} left{' before the training' if unknown else ''}"
 
-        Raises:
-            UserError: one lacks memory, which may be because of those beside it.
-        """
+    def train(self, runs: Sequence[TrainingRun]) -> None:
+        """Run those trainings that are not done, `jobs` at a time, and wait for them."""
         # Two families may share a run.
-        waiting = deque({run.folder: run for run in runs if not run.is_done}.values())
-        jobs, free = self.settings.jobs, list(self.cuda_devices)
+        missing = list({run.folder: run for run in runs if not run.is_done}.values())
+        lacked_memory = self._train(missing, self.settings.jobs)
+        self._train(lacked_memory, jobs=1)
+
+    def _train(self, runs: Sequence[TrainingRun], jobs: int) -> list[TrainingRun]:
+        """Run trainings; returns those that lacked memory while others may have run, which are to be started again by
+        themselves. If one raises, or a stop is requested, all end."""
+        waiting, free, again = deque(runs), list(self.cuda_devices), list[TrainingRun]()
         running: dict[TrainingRun, tuple[Process, list[str]]] = {}
+        progress_due = time.monotonic() + _PROGRESS_SECONDS
 
         def fits(ranks: int) -> bool:
             return not running or (len(running) < jobs and (not self.cuda_devices or len(free) >= ranks))
@@ -262,12 +295,19 @@ class Ledger:
                     del running[run]
                     free += devices
                     if ended.lacked_memory and jobs > 1:
-                        raise UserError(f"jobs: {run}: {ended.reason()}; use fewer at a time, or jobs=1")
-                    self._training_done(run, ended)
+                        self.say(f"{run}: lacked memory; starting it once more by itself at the end")
+                        again.append(run)
+                    else:
+                        self._training_done(run, ended)
+                if time.monotonic() >= progress_due:
+                    progress_due = time.monotonic() + _PROGRESS_SECONDS
+                    for run in running:
+                        self.say(f"{run}: {progress_of(RunFolder(run.folder))}")
                 time.sleep(_POLLING_SECONDS)
         except BaseException:
             Process.stop(process for process, _ in running.values())
             raise
+        return again
 
     def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
         folder = text_override("run_dir", str(run.folder))
@@ -278,6 +318,7 @@ class Ledger:
         if finished.status != 0:
             # One that is refused leaves no folder.
             write_json(output_file(run.folder / FAILED), {"reason": finished.reason()})
+        self._training_seconds.append(finished.seconds)
         self._report(str(run), finished)
 
     def _start(

@@ -290,6 +290,11 @@ def resolution(deviation: float, runs: int) -> float:
     return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * 2 * deviation / math.sqrt(runs)
 
 
+def best_resolution(images: int, runs: int) -> float:
+    """The resolution of so many trainings if one image in a hundred, each by itself, changes from one to the next."""
+    return resolution(100 * math.sqrt(0.01 / (2 * images)), runs)
+
+
 def runs_that_resolve(deviation: float, margin: float) -> int:
     """The number of trainings whose resolution is the margin; even."""
     return 2 * math.ceil((resolution(deviation, 1) / margin) ** 2 / 2)

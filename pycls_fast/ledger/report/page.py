@@ -6,9 +6,10 @@ Variants also differ in position, marker and line style, so that charts print in
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from pycls_fast.ledger.report.text import (
     verdicts,
 )
 from pycls_fast.train.folder import write_text
-from pycls_fast.train.pictures import data_url, render
+from pycls_fast.train.pictures import render
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 # Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
@@ -54,19 +55,20 @@ class Chart:
     caption: str
     figure: Figure
 
-    @cached_property
-    def svg(self) -> bytes:
-        """The figure as an SVG file, in which text is text."""
-        buffer = io.BytesIO()
-        # So that the same record gives the same page: else identifiers are drawn by chance.
+    def svg(self) -> str:
+        """The figure as SVG, with text kept as text, ready to be embedded with others in one HTML document."""
+        buffer = io.StringIO()
+        # Identifiers are derived from the content, so that the same record gives the same page.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
-        return buffer.getvalue()
-
-    @property
-    def address(self) -> str:
-        """The picture itself as an address, for a page that needs no other file."""
-        return data_url(self.svg, "svg+xml")
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :]
+        # The figure's own size in points would keep it from shrinking; its view box keeps the proportions.
+        text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+        text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+        # Two figures on a page must not share identifiers, which occur only inside tags.
+        text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-", tag[0]), text)
+        return text.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
 
 def plain_axes(rows: float) -> tuple[Figure, Axes]:
@@ -115,16 +117,20 @@ def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
         axes.annotate(bar.text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     if line is not None:
         axes.axvline(line, color=LINE, linewidth=1, linestyle="--", zorder=0)
-    axes.set_yticks(range(len(made)), [literal(bar.variant.name) for bar in made])
-    axes.invert_yaxis()
+    name_rows(axes, [bar.variant for bar in made])
     # Leave room for the number after the longest bar.
     axes.set_xlim(0, max([bar.length for bar in made] + [end for bar in made for end in bar.interval or ()]) * 1.22)
     axes.set_xlabel(label)
     return figure
 
 
+def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
+    axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
+    axes.invert_yaxis()
+
+
 def charts(record: Record) -> list[Chart]:
-    made = (draw(record) for draw in (_decision, _throughput, _memory, _gradients))
+    made = (draw(record) for draw in (_decision, _throughput, _memory, _rounding, _gradients))
     return [chart for chart in made if chart is not None]
 
 
@@ -196,6 +202,37 @@ def _memory(record: Record) -> Chart | None:
     return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
 
 
+def _rounding(record: Record) -> Chart | None:
+    """Errors against float64 before and after some training steps."""
+    found = [(variant, variant.numerics) for variant in record.variants if variant.numerics]
+    if not found:
+        return None
+    figure, axes = plain_axes(0.9 + 0.36 * len(found))
+    shown: dict[tuple[str, str], str] = {}
+    for place, (_, errors) in enumerate(found):
+        for error in errors:
+            sign, when = ("^", "after training steps") if error.step else ("o", "before training")
+            for what, value, fill in (("gradients", error.gradient_error, INK), ("logits", error.logit_error, "white")):
+                if isinstance(value, float) and value > 0:
+                    shown[sign, fill] = f"{what}, {when}"
+                    style: dict[str, Any] = {
+                        "marker": sign,
+                        "markerfacecolor": fill,
+                        "markersize": 7,
+                        "linestyle": "none",
+                    }
+                    axes.plot(value, place, color=INK, **style)
+    for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
+        axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
+    name_rows(axes, [variant for variant, _ in found])
+    axes.grid(axis="x", alpha=0.3)
+    axes.set(xscale="log", xlabel="relative error against float64")
+    if shown:
+        figure.legend(fontsize=7.5, frameon=False, loc="outside upper center", ncols=2)
+    what = "Norm of the difference from float64 with the same weights, over float64's norm."
+    return Chart("errors", "Rounding", what, figure)
+
+
 def _gradients(record: Record) -> Chart | None:
     if record.gradients is None:
         return None
@@ -258,7 +295,7 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
 
 
 def write_page(record: Record, folder: Path) -> None:
-    """Write `index.html` and `charts/NAME.svg` into the folder, which is made if it is not there.
+    """Write `index.html` and `charts/NAME.png` into the folder, which is made if it is not there.
 
     Raises:
         UserError: it cannot be written to.
@@ -266,8 +303,11 @@ def write_page(record: Record, folder: Path) -> None:
     drawn = charts(record)
     with refusing(f"output: {folder} cannot be written", use="choose another folder"):
         (folder / "charts").mkdir(parents=True, exist_ok=True)
+        for old in (folder / "charts").glob("*.png"):
+            # An earlier page may have had more charts than this one.
+            old.unlink()
         for chart in drawn:
-            (folder / "charts" / f"{chart.name}.svg").write_bytes(chart.svg)
+            chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
     write_text(folder / "index.html", ledger_page(record, drawn))
 
 

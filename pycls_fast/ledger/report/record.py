@@ -121,7 +121,7 @@ class OverallFit(_Part):
 
 
 class Accuracy(_Part):
-    """What crossed trainings say, and those of screening.
+    """What crossed trainings say: also those of screening, and of designs with a variant that was then left out.
 
     `effects` have words if every training of a look has ended; `broken` makes trainings fail.
     """
@@ -185,6 +185,7 @@ class Record(_Part):
     kind: Literal["ledger"] = "ledger"
     config_name: str
     time: Annotated[float, Field(ge=0, lt=1e11)]
+    wall_seconds: float | None
     command: str
     ladder: Ladder
     settings: LadderSettings

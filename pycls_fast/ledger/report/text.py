@@ -41,13 +41,12 @@ def facts(record: Record) -> list[str]:
     s, git, memory = record.settings, record.environment.git, record.environment.memory_bytes
     commit = f"commit {git.commit[:10]}{' with changes' if git.changed else ''}" if git else "commit unknown"
     size = f", {memory / 1e9:.0f} GB of memory" if memory else ""
-    runs = record.accuracy.runs if record.accuracy else []
-    seconds = [run.seconds for run in runs if run.seconds is not None]
-    each = f" of {sum(seconds) / len(seconds):.0f} s, {s.jobs} at a time" if seconds else ""
+    trainings = len(record.accuracy.runs) if record.accuracy else 0
     found = [
         f"{time.strftime('%Y-%m-%d', time.gmtime(record.time))}, {commit}",
         f"{_cpu(record)}{size}, device {record.device or 'unknown'}",
-        f"{s.mode}, {len(runs)} trainings{each}, {s.rounds} round{'s' * (s.rounds != 1)}",
+        f"{s.mode}, {trainings} trainings, {s.rounds} round{'s' * (s.rounds != 1)}",
+        *([f"{record.wall_seconds / 60:.0f} min with jobs={s.jobs}"] if record.wall_seconds is not None else []),
         ", ".join(f"{name} {version}" for name, version in record.versions.items()),
     ]
     return [*found, *([f"measured with {len(record.code)} states of the code"] if len(record.code) > 1 else [])]
@@ -169,7 +168,6 @@ def rows(record: Record) -> list[Row]:
             "variant": variant.name + (f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""),
             "accuracy": state(variant) or accuracy.get(variant.name, ""),
             **_timing_cells(variant, record),
-            "logit error": " / ".join(_error(each.logit_error) for each in variant.numerics or []),
             "gradient error": " / ".join(_error(each.gradient_error) for each in variant.numerics or []),
         }
         for variant in record.variants
@@ -256,7 +254,7 @@ def remarks(record: Record) -> list[str]:
         "rank; in brackets the difference from the first.",
     ]
     if steps is not None:
-        made.append(f"logit error, gradient error: relative to float64, before training and after {steps} steps.")
+        made.append(f"gradient error: relative, against float64, before training and after {steps} steps.")
     return made
 
 

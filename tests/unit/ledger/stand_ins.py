@@ -52,7 +52,7 @@ def slug_of(name: str) -> str:
 STEPS = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0, "step_seconds_p50": 0.1}
 # Of any measurement.
 RECORD: dict[str, Any] = {
-    "errors": [], "train": STEPS,
+    "errors": [], "train": STEPS, "both": {**STEPS, "step_seconds_p50": 0.125}, "step_seconds_p50": 0.125,
     "steps_per_run": 9000, "evaluated_images": 100, "evaluated_images_per_run": 1600, "memory_peak_bytes": None,
     "forward_flops_per_image": 1, "train_forward_flops_per_image": 1, "precision": "fp32", "switches": {},
     "device": "cpu", "model": "vit", "parameters": 9, "image_size": 8, "train_image_size": 8, "num_classes": 10,
@@ -212,7 +212,7 @@ def record_of(*variants: Mapping[str, Any], **changed: Any) -> Record:
     """A record of these variants."""
     return Record.model_validate(
         {
-            "config_name": "vit", "time": 1.8e9, "command": "python tools/ledger.py",
+            "config_name": "vit", "time": 1.8e9, "wall_seconds": 60.0, "command": "python tools/ledger.py",
             "ladder": LADDER, "settings": LadderSettings(), "base": ["--config-name", "vit", "optim.lr=1"],
             "model": None, "device": "cpu", "versions": {"torch": "2"}, "code": ["a"],
             "environment": {"processor": "P", "cpu_count": 2, "git": None}, "gradients": None, "unmeasured": {},

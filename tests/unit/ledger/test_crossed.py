@@ -188,8 +188,12 @@ def test_one_that_breaks_training_is_counted_and_the_others_are_decided(
     assert "trainings failed with it" in record.accuracy.broken["c"]
     assert set(record.accuracy.broken) == {"c", "d"}
     assert words(record) == {"a": "costs", **dict.fromkeys("befgh", "free")}
+    # Trainings of the design with it are still told.
+    assert {run.failed is not None for run in record.accuracy.runs if "c" in run.on} == {True}
+    failed = list(tmp_path.rglob(FAILED))
+    assert sum("c" in run.on for run in record.accuracy.runs) == len(failed)
     # It is tried again, as docs/ledger.md says.
-    for file in tmp_path.rglob(FAILED):
+    for file in failed:
         file.unlink()
     monkeypatch.setattr(trained, "breaking", ())
     record = work(made(tmp_path, ladder, mode="crossed", runs_at_most=None, rounds=1))

@@ -38,7 +38,7 @@ def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
     for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):
         with pytest.raises(UserError, match=f"different {key}; choose"):
             opened({**before, key: "?"})
-    with pytest.raises(UserError, match=r"and [0-9]+ more; choose"):
+    with pytest.raises(UserError, match=r"[0-9]+ more keys; choose"):
         opened(conditions(load_config("resnet_digits"), "cpu"))
     assert changed({**before, "experiment": {**before["experiment"], "speedy": 1}}, before) == ["speedy"]
 
@@ -87,3 +87,20 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
     # A lock of an editor: a link to nothing.
     (package / ".#a.py").symlink_to("nobody@nowhere")
     assert code_digest([configs]) == found[-1]
+
+
+def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    first, second = LedgerFolder(tmp_path), LedgerFolder(tmp_path)
+    with first.opened({}):
+        now = 130.0
+        first.save_seconds()
+        # Killed here: what came after that is lost.
+        saved = (tmp_path / "took.json").read_text()
+        now = 5000.0
+    (tmp_path / "took.json").write_text(saved)
+    with second.opened({}):
+        now = 5012.0
+        assert second.seconds == 42.0
+    assert json.loads((tmp_path / "took.json").read_text())["seconds"] == 42.0

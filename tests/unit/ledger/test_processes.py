@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from pycls_fast.ledger.ladder.processes import (
     _environment,
     visible_devices,
 )
+from tests.factories import TRAINED
 from tests.unit.ledger.stand_ins import made, work
 
 OUT_OF_MEMORY = """Traceback (most recent call last):
@@ -192,6 +195,7 @@ class Scene:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.events: list[str] = []
+        self.said: list[str] = []
         self._ends: deque[tuple[str, int, str]] = deque()
         self._ended: dict[str, ProcessResult] = {}
         self._waits = 0
@@ -212,7 +216,7 @@ class Scene:
                 scene.events += [f"stop {process._log.stem}" for process in processes]
 
         monkeypatch.setattr(at_work, "Process", Listed)
-        monkeypatch.setattr(at_work, "time", SimpleNamespace(sleep=self._wait))
+        monkeypatch.setattr(at_work, "time", SimpleNamespace(monotonic=time.monotonic, sleep=self._wait))
 
     def train(
         self, ranks: Mapping[str, int], ends: Sequence[tuple[str, int, str]], *, jobs: int, devices: Sequence[str] = ()
@@ -221,7 +225,7 @@ class Scene:
         self._ends.extend(ends)
         (self.folder / "logs").mkdir()
         self._ledger = ledger = made(self.folder, jobs=jobs)
-        ledger.cuda_devices = devices
+        ledger.cuda_devices, ledger.say = devices, self.said.append
         ledger.train([TrainingRun(Variant(name=name, ranks=n), 0, self.folder / name) for name, n in ranks.items()])
         assert not self._ends
 
@@ -253,14 +257,19 @@ def test_each_run_has_gpus_of_its_own(scene: Scene) -> None:
     assert scene.events == [
         "start a 0", "start b 1,2", "end a", "start c 3,0", "end b", "start d 1", "end c", "end d",
     ]  # fmt: skip
+    assert [line for line in scene.said if "lacked memory" in line] == []
 
 
 @pytest.mark.parametrize(("status", "said"), [(2, LACKS), (-9, "")])
 def test_lack_of_memory_beside_others_is_not_the_variants_fault(status: int, said: str, scene: Scene) -> None:
-    with pytest.raises(UserError, match=r"^jobs: b: training, seed 0: .*out of memory.*; use fewer at a time, or"):
-        scene.train({"a": 1, "b": 1, "c": 1}, [("b", status, said)], jobs=2)
-    assert scene.events == ["start a", "start b", "end b", "stop a"]
-    assert not list(scene.folder.rglob(FAILED))
+    ends = [("b", status, said), ("a", 0, ""), ("c", 0, ""), ("b", status, said)]
+    scene.train({"a": 1, "b": 1, "c": 1}, ends, jobs=2)
+    # The one that is tried again waits until no other one runs.
+    assert scene.events == ["start a", "start b", "end b", "start c", "end a", "end c", "start b", "end b"]
+    done = [line for line in scene.said if ": started" not in line]
+    assert [line.partition(":")[0] for line in done] == ["b", "a", "c", "b"]
+    assert ["lacked memory" in line for line in done] == [True, False, False, False]
+    assert [file.parent.name for file in scene.folder.rglob(FAILED)] == ["b"]
 
 
 def test_ctrl_c_stops_all_trainings(scene: Scene) -> None:
@@ -286,3 +295,15 @@ def test_more_runs_than_gpus_are_refused(
         work(tmp_path / "report", runs_at_most=8, jobs=3, ranks=ranks)
     assert caught.value.lines == (line,)
     assert not (tmp_path / "report").exists()
+
+
+def test_running_trainings_are_watched(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_work, "_PROGRESS_SECONDS", 0.0)
+    (scene.folder / "b").mkdir()
+    record = {"kind": "train", "step": 5, "epoch": 0.5, **TRAINED, "loss": 1.25}
+    (scene.folder / "b" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    scene.train({"a": 1, "b": 1, "c": 1}, [(name, 0, "") for name in "abc"], jobs=2)
+    assert [line for line in scene.said if ": started" not in line][:2] == [
+        "a: training, seed 0: no step logged yet",
+        "b: training, seed 0: epoch 0.50, step 5, loss 1.2500",
+    ]

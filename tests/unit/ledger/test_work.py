@@ -16,6 +16,7 @@ from pycls_fast.ledger.ladder import collect as collecting
 from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.plan import plan
+from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
@@ -80,13 +81,31 @@ def test_a_variant_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeP
     assert ledger.selection.failed == {"B": "RuntimeError: broken"}
     assert [variant.overrides for variant in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
     assert_each_measured_its_variant(ledger)
-    # The rounds of the others stay, and the next start tries it again.
+    # The rounds of the others stay: when it still fails, that is tried twice.
     fake.started.clear()
     start(tmp_path, rounds=3)
-    assert len(fake.started) == 1
+    assert len(fake.started) == 2
     fake.broken = {f"timings-{slug_of('base')}-round_1": (1, "RuntimeError: broken")}
     with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
         start(tmp_path / "other", rounds=3)
+
+
+def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = fake.finished
+    ends: list[Path] = []
+
+    def once(process: FakeProcess) -> ProcessResult:
+        ends.append(process._log)
+        if process._log.name == f"timings-{slug_of('base')}-round_1.txt" and ends.count(process._log) == 1:
+            return ProcessResult(1, 1.0, process._log)
+        return finished(process)
+
+    monkeypatch.setattr(fake, "finished", once)
+    ledger = start(tmp_path, rounds=3)
+    assert (ledger.selection.failed, len(fake.started)) == ({}, 10)
+    assert (ledger.total(), sum(ledger.missing().values())) == (9, 0)
 
 
 def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
@@ -160,7 +179,7 @@ def test_what_the_experiment_cannot_have_is_not_timed(
     assert f"B: cannot run: {why}" in lines
     assert not [started for started in fake.started if "c=conv" in started]
     # The pieces of work that are announced are those that there are.
-    counts = [line.partition(" s  (")[2].rstrip(")") for line in lines if " s  (" in line]
+    counts = [line.partition(" s  (")[2].partition(",")[0] for line in lines if " s  (" in line]
     assert counts == [f"{i + 1} of {len(counts)}" for i in range(len(counts))]
     found = {variant.name: variant for variant in read_record(tmp_path / "ledger.json").variants}
     assert (found["B"].status, found["B"].reason, found["B"].timing) == ("cannot run", why, None)

@@ -1,0 +1,117 @@
+"""How long a ladder takes, if all variants are as fast as the first, and the smallest difference that it can show."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+from pycls_fast.config.keys import text_override
+from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
+from pycls_fast.ledger.ladder.plan import check_reference, check_runs, families, find_factors
+from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments
+from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.report.effects import best_resolution
+from pycls_fast.reading import Model
+
+# A brief timing; its warm-up lasts half of this or more.
+_SECONDS = 1.0
+# Two passes of a batch in float64, in training steps; explicit attention and small chunks make them slow.
+_FLOAT64_STEPS = 10
+# `ledger gradients` by default: half of them to warm up.
+_GRADIENT_STEPS = 40
+
+
+def show_plan(ledger: Ledger) -> None:
+    """Print the variants of a ledger that is not open, and an estimate of the time for what its folder does not have.
+
+    Raises:
+        UserError: the reference does not run, or see `announce`.
+    """
+    if ledger.settings.trains:
+        ledger.plan_trainings()
+    for variant in ledger.selection.variants():
+        words, ranks = " ".join(variant.overrides) or "the experiment as it is", variant.ranks or 1
+        why_not = ledger.selection.why_not(variant)
+        ledger.say(
+            f"{variant.name}: {f'not run, {why_not}' if why_not else words + f'  ({ranks} ranks)' * (ranks > 1)}"
+        )
+    ledger.say("timing a few steps of the first variant for the estimate")
+    with tempfile.TemporaryDirectory() as temporary:
+        finished, timed = _measured(ledger, Path(temporary), "train", SavedTiming)
+        fed_step = None
+        if ledger.settings.trains:
+            fed_step = _measured(ledger, Path(temporary), "both", SavedSpeed)[1].step_seconds_p50
+    announce(ledger, finished.seconds, timed, fed_step)
+
+
+def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step: float | None = None) -> None:
+    """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
+
+    Raises:
+        UserError: the margin is smaller than one image, or there are too few trainings.
+    """
+    say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
+    if trains:
+        names = [variant.name for variant in ledger.selection.runnable()]
+        # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
+        factors = ledger.folder.factors or find_factors(ledger.ladder, names, lambda variant: None)
+        check_runs(families(ledger.ladder, factors, ledger.settings.runs_at_most, ledger.settings.first_seed))
+    runs, images, step = ledger.trainings_at_most(), timed.evaluated_images, timed.train.step_seconds_p50
+    if trains and images and margin < 100 / images:
+        raise UserError(
+            f"margin: {margin:g} points are less than one of {images:,} images; use "
+            f"margin={math.ceil(2000 / images) / 10:g}, or more images"
+        )
+    if seconds is None:
+        return
+    parts = {name: took for name, took in estimate(ledger, seconds, timed, fed_step or step).items() if took > 0}
+    for name, took in parts.items():
+        say(f"{name}: {'at most ' if name == 'training' else ''}about {took / 60:.0f} min")
+    if trains and runs and images:
+        say(
+            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, runs):.2f} "
+            "points at best; the first ones will say more"
+        )
+    left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
+    say(
+        f"in total about {sum(parts.values()) / 60:.0f} min if every variant is as fast as the first "
+        f"({step * 1e3:.0f} ms a step, {timed.steps_per_run:,} steps a run){left_out}"
+    )
+
+
+def _measured(ledger: Ledger, folder: Path, mode: str, kind: type[Model]) -> tuple[ProcessResult, Model]:
+    """Time the reference briefly in a separate process; returns how it ended and its record."""
+    first, file = ledger.selection.variants()[0], folder / f"{mode}.json"
+    more = (*timing_arguments(steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode), text_override("output", str(file)))
+    finished = ledger.process("time", first, more, log=file.with_suffix(".txt")).wait()
+    if finished.status != 0:
+        check_reference(first, finished.reason())
+    return finished, read_measurement(file, kind)
+
+
+def estimate(ledger: Ledger, seconds: float, timed: SavedTiming, fed_step: float) -> dict[str, float]:
+    """Seconds by kind of measurement for what the folder does not have yet; the most that the trainings may take.
+
+    Args:
+        seconds: what a process of the first variant took.
+        timed: its record.
+        fed_step: seconds of a training step together with the loading of its images.
+    """
+    s, missing, train = ledger.settings, ledger.missing(), timed.train
+    # Imports, building, writing. The warm-up takes half as long as the timed steps.
+    start = max(seconds - 1.5 * sum(map(sum, train.step_seconds_each)), 0.0)
+    step = train.step_seconds_p50
+    turn = max(s.steps * step, s.seconds) + max(s.warmup_steps * step, s.seconds / 2)
+    # A forward pass is a third of a step, and each evaluation starts its own workers.
+    steps = timed.steps_per_run + timed.evaluated_images_per_run / train.images_per_step / 2
+    # On a CPU, concurrent runs share the cores.
+    jobs = s.jobs if ledger.device == "cuda" else 1
+    runs = math.ceil(missing["training"] / jobs) if s.trains else 0
+    return {
+        "timings": missing["timings"] * (start + turn),
+        "rounding": missing["rounding"] * (start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * fed_step),
+        "gradients": missing["gradients"] * (start + _GRADIENT_STEPS * fed_step),
+        "training": runs * (start + steps * fed_step),
+    }
