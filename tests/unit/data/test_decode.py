@@ -157,14 +157,8 @@ PNG = encode(Image.fromarray(random_image(3)), "PNG")
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
         (JPEG[:3], "not an image"),
         (JPEG[: len(JPEG) // 4], "(?i)truncated"),
-        (JPEG[:-100], "(?i)truncated"),
         (PNG[: len(PNG) // 2], "truncated"),
-        (PNG[:60] + bytes([PNG[60] ^ 255]) + PNG[61:], "."),
-        (encode(Image.fromarray(random_image(3)), "TIFF")[:150], "."),
-        (encode(Image.fromarray(random_image(3)), "GIF")[:-200], "."),
-        (encode(Image.fromarray(random_image(3)), "WEBP")[:-100], "."),
         (encode(Image.fromarray(random_image(3)), "BMP")[:-100], "truncated"),
-        (encode(Image.fromarray(random_image(3)), "PPM")[:-100], "."),
         (png(0, 5, 8, 0, b""), "."),
         (b"P6 0 5 255\n", "no pixels|not an image"),
         (png(30_000, 30_000, 8, 0, b"\0" * 100), "decompression bomb"),
@@ -179,14 +173,15 @@ def test_damage_is_named(data: bytes, reason: str) -> None:
 
 
 def test_random_damage_never_escapes(limit_pixels: LimitPixels) -> None:
-    """Whatever Pillow raises on flipped bytes becomes a DamagedImage (or the image still decodes)."""
+    """Whatever Pillow raises on flipped bytes and cut files becomes a DamagedImage (or the image still decodes)."""
     limit_pixels(10**6)
     generator = np.random.default_rng(0)
-    formats = [("JPEG", {}), ("PNG", {}), ("GIF", {}), ("BMP", {}), ("WEBP", {}), ("TIFF", {"compression": "tiff_lzw"})]
-    for file_format, options in formats:
+    for file_format in ("JPEG", "PNG", "GIF", "BMP", "WEBP", "PPM", "TIFF"):
+        options = {"compression": "tiff_lzw"} if file_format == "TIFF" else {}
         intact = np.frombuffer(encode(Image.fromarray(random_image(3)), file_format, **options), np.uint8)
         for _ in range(40):
             broken = intact.copy()
             broken[generator.integers(0, len(broken), 6)] = generator.integers(0, 256, 6)
-            with contextlib.suppress(DamagedImage):
-                assert decode(broken.tobytes()).mode == "RGB"
+            for data in (broken, intact[: generator.integers(len(intact))]):
+                with contextlib.suppress(DamagedImage):
+                    assert decode(data.tobytes()).mode == "RGB"

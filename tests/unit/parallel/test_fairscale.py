@@ -26,8 +26,9 @@ from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.run import Run
-from tests.factories import config_of, make_optimizer
+from tests.factories import assert_same_bits, config_of, make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
+from tests.integration.strategy_worker import whole
 
 TINY = ("model.width=32", "model.depth=3", "model.mlp_width=36", "model.patch_size=4", "data.image_size=8")
 
@@ -129,14 +130,12 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         for values in innermost.state.values():
             for value in values.values():
                 value.zero_()
-        assert not _whole(state_of(ours, network, first)["head.weight"]["exp_avg"]).any()
+        assert not whole(state_of(ours, network, first)["head.weight"]["exp_avg"]).any()
         (ours.weights or OwnedWeights(network)).load_optimizer_state(first, state)
         again = state_of(ours, network, first)
         assert state["head.weight"]["exp_avg"].shape == (10, 32)
-        assert state.keys() == again.keys()
-        for name, values in state.items():
-            assert _whole(values["exp_avg"]).any(), name
-            assert all(torch.equal(_whole(again[name][key]), _whole(value)) for key, value in values.items()), name
+        assert all(whole(values["exp_avg"]).any() for values in state.values())
+        assert_same_bits(whole(again), whole(state))
 
 
 def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
@@ -157,11 +156,5 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
             optimizer.zero_grad(set_to_none=True)
     assert all(s["momentum_buffer"].stride() == p.stride() for p, s in stepped.optim.state.items())
     found, expected = named_state(stepped, network.named_parameters()), named_state(alone, plain.named_parameters())
-    assert found.keys() == expected.keys() == {"weight", "bias"}
-    for name, values in expected.items():
-        torch.testing.assert_close(_whole(found[name]["momentum_buffer"]), values["momentum_buffer"])
+    torch.testing.assert_close(whole(found), expected)
     torch.testing.assert_close(network.weight, plain.weight)
-
-
-def _whole(value: Any) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
