@@ -36,18 +36,6 @@ def run(run_dir: Path, root: Path | str, *overrides: str) -> list[tuple[str, flo
 
 
 @pytest.mark.slow
-def test_every_source_trains_the_same_network(tmp_path: Path) -> None:
-    """The same bits, whatever the layout."""
-    found = {}
-    for kind, write in LAYOUTS.items():
-        root = write(tmp_path / kind, CONTENT)
-        source = "auto" if kind in ("folder", "packed") else kind
-        found[kind] = run(tmp_path / f"run_{kind}", root, "augment=inception", f"data.source={source}")
-    assert len(found["folder"]) >= 8
-    assert all(own == found["folder"] for own in found.values()), found
-
-
-@pytest.mark.slow
 def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     root = LAYOUTS["tar"](tmp_path / "tar", CONTENT)
     full = run(tmp_path / "full", root, "data.source=tar")
@@ -60,9 +48,6 @@ def test_blocks_are_another_order_that_ranks_agree_on(tmp_path: Path) -> None:
     assert losses == pytest.approx([loss for part, loss in blocks if part == "train"], rel=1e-4)
     with pytest.raises(UserError, match=r"data.shuffle: the order of the images is full now, but blocks-"):
         run(tmp_path / "blocks", root, "data.source=tar", "data.shuffle=full", "data.shuffle_buffer=8")
-    folder = write_folder(tmp_path / "folder", CONTENT)
-    with pytest.raises(UserError, match=r"^data.shuffle: blocks is for tar shards"):
-        run(tmp_path / "folder_run", folder, "data.shuffle=blocks")
 
 
 def prepare(*arguments: str, capsys: pytest.CaptureFixture[str], expect: int = 0) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pycls_fast import build, speed
-from pycls_fast.config import load_config
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
@@ -220,12 +219,6 @@ def test_what_a_gpu_compiles_depends_on_its_work(
 def test_the_fast_preset_gives_way_to_what_is_set(experiment: str, overrides: list[str], found: dict[str, str]) -> None:
     config = config_of("speed=fast", *overrides, name=experiment)
     assert found.items() <= build.switches(config, torch.device("cpu")).values().items()
-
-
-@pytest.mark.parametrize("overrides", [["parallel=fsdp", "optim=muon"], ["parallel=hsdp", "optim=adamw8bit"]])
-def test_an_optimizer_of_whole_weights_is_not_sharded(overrides: list[str]) -> None:
-    with pytest.raises(UserError, match=r"^optim\.name: .* needs whole weights; use optim=adamw or parallel=ddp"):
-        load_config("vit_digits", overrides)
 
 
 def test_the_implementations_of_every_optimizer_fit_together() -> None:

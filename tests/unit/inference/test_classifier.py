@@ -178,12 +178,6 @@ def test_precision(run_dir: Path, pixels: np.ndarray, precision: str, tolerance:
     assert 1e-6 < error < tolerance
 
 
-def test_an_exported_file_says_the_same(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
-    assert export(str(run_dir), str(tmp_path / "net.safetensors")) == 0
-    one, two = (pycls_fast.load(source).predict(pixels) for source in (run_dir, tmp_path / "net.safetensors"))
-    assert one == two
-
-
 def test_an_image_that_cannot_be_read(run_dir: Path, folder: Path) -> None:
     (folder / "2.png").write_bytes(b"no image")
     classifier = pycls_fast.load(run_dir)

@@ -12,6 +12,7 @@ from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from pycls_fast import build
+from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
@@ -23,6 +24,17 @@ CPU = torch.device("cpu")
 
 def make(name: str, **kwargs: Any) -> TimmNetwork:
     return TimmNetwork(**{"name": name, "num_classes": 5, "image_size": 64, **kwargs})
+
+
+def configured(name: str, *overrides: str, experiment: str = "vit_ti16") -> RunConfig:
+    own = ("data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}")
+    return config_of(*own, *overrides, name=experiment)
+
+
+def built(config: RunConfig) -> Any:
+    """Without values."""
+    with torch.device("meta"):
+        return build.model(config, 5, build.switches(config, CPU))
 
 
 @pytest.mark.slow
@@ -66,11 +78,8 @@ def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, la
     ],
 )
 def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_them(name: str, count: int) -> None:
-    decay = ["optim.layer_decay=0.75", "optim.layer_decay_groups=14"]
-    config = config_of("data.root=/nowhere", "model=timm", f"model.name={name}", *decay, name="finetune")
-    with torch.device("meta"):
-        model = build.model(config, 5, build.switches(config, CPU))
-    assert isinstance(model, TimmNetwork)
+    config = configured(name, "optim.layer_decay=0.75", "optim.layer_decay_groups=14", experiment="finetune")
+    model = built(config)
     assert len(model.layers()) == count > len(model.units())
     name_of = {parameter: key.removeprefix("network.") for key, parameter in model.named_parameters()}
     ours, theirs = (
@@ -140,62 +149,31 @@ def test_mistakes(name: str, kwargs: dict[str, Any], line: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("name", "attention", "line"),
     [
-        (
-            ["model.name=resnet18", "speed.layout=batch_second"],
-            "speed.layout: batch_second is for model.kind=vit and has",
-        ),
-        (["model.name=resnet18", "speed.qkv=fused"], "speed.qkv: fused is for model.kind=vit and has"),
-        (["model.name=resnet18", "speed.attention=sdpa"], r"speed.attention: resnet18 \(timm\) has no attention"),
-        (["model.name=vit_tiny_patch16_224", "speed.attention=sdpa_math"], "choose between reference and sdpa"),
-        (["model.name=densenet121", "speed.recompute=full"], "speed.recompute: full works on repeated blocks"),
-        (["model.name=densenet121", "speed.compile=blocks"], r"use speed\.compile=model$"),
-        (
-            ["model.name=vit_tiny_patch16_224", "data.image_size_schedule=[[0,160],[9,224]]"],
-            r"data.image_size_schedule: vit_tiny_patch16_224 \(timm\) at data.image_size=224 does not take 160; "
-            r"use data.image_size_schedule=\[\], or",
-        ),
-        (
-            ["model.name=inception_v3", "optim.layer_decay=0.7"],
-            r"optim.layer_decay: 0.7 works on repeated blocks, and inception_v3 \(timm\) has none; use .*=null with a "
-            r"smaller optim.lr \(5e-5, say\)$",
-        ),
-        (["model.name=inception_v3", "optim=muon"], r"optim.name: muon works on repeated blocks, .*; use optim=adamw$"),
+        ("resnet18", "sdpa", r"speed.attention: resnet18 \(timm\) has no attention"),
+        ("vit_tiny_patch16_224", "sdpa_math", "choose between reference and sdpa"),
     ],
 )
-def test_switches_that_do_not_apply(overrides: list[str], line: str) -> None:
-    def built() -> None:
-        config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", *overrides, name="vit_ti16")
-        build.model(config, 5, build.switches(config, CPU))
-
-    with torch.device("meta"), pytest.raises(UserError, match=line):
-        built()
+def test_attention_that_a_model_does_not_have(name: str, attention: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        built(configured(name, f"speed.attention={attention}"))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["model.name=resnet18"], ["model.name=vit_tiny_patch16_224", "model.options={dynamic_img_size: true}"]],
-)
-def test_sizes_that_change(overrides: list[str]) -> None:
-    """The same model, where it has positions, can be asked to fit them."""
+def test_sizes_that_change() -> None:
+    """A model that has positions can be asked to fit them."""
     schedule = "data.image_size_schedule=[[0,160]]"
-    config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", schedule, *overrides, name="vit_ti16")
-    with torch.device("meta"):
-        assert build.model(config, 5, build.switches(config, CPU)).image_size == (224, 224)
+    for model in (["resnet18"], ["vit_tiny_patch16_224", "model.options={dynamic_img_size: true}"]):
+        assert built(configured(*model, schedule)).image_size == (224, 224)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "attention"), [("amp_bf16", "reference"), ("fp32", "sdpa")])
 def test_the_attention_in_force_is_what_the_blocks_have(precision: str, attention: str) -> None:
     """The preset's products for 16 bits on a CPU are ours alone."""
-    base = ["data.root=/nowhere", "model=timm", "model.name=vit_tiny_patch16_224", "model.drop_path=0.0"]
-    config = config_of(*base, f"precision={precision}", name="vit_ti16")
-    switches = build.switches(config, CPU)
-    assert switches.attention == attention
-    with torch.device("meta"):
-        model: Any = build.model(config, 5, switches)
-    assert {block.attn.fused_attn for block in model.network.blocks} == {attention == "sdpa"}
+    config = configured("vit_tiny_patch16_224", f"precision={precision}")
+    assert build.switches(config, CPU).attention == attention
+    assert {block.attn.fused_attn for block in built(config).network.blocks} == {attention == "sdpa"}
 
 
 @pytest.mark.slow
@@ -206,11 +184,9 @@ def test_the_attention_in_force_is_what_the_blocks_have(precision: str, attentio
 )  # fmt: skip
 def test_what_is_decayed_is_what_timm_decays(name: str) -> None:
     """Layer scales, and biases that are not called so, are in no module of their own."""
-    config = config_of("data.root=/nowhere", "model=timm", "model.drop_path=0.0", f"model.name={name}", name="vit_ti16")
-    with torch.device("meta"):
-        model = build.model(config, 5, build.switches(config, CPU))
-    assert isinstance(model, TimmNetwork)
-    network: Any = model.network
+    config = configured(name)
+    model = built(config)
+    network = model.network
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     exempt = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()
     theirs = param_groups_weight_decay(network, 0.1, no_weight_decay_list=exempt)
