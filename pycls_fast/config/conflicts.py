@@ -1,8 +1,8 @@
 """Settings that cannot be combined: one table, and the messages about its rows.
 
-A row is (a, b, why, use): two settings, why they cannot be combined, and the ways out. Rows with a switch that was not
-set by hand are checked when its value on this machine is known (`switch_problems`), the others before torch is imported
-(`problems`).
+A row is (a, b, why, use): two conditions, why they cannot both hold, and the ways out. A condition is written
+`key=value|value` or `key!=value`, or has a name. Rows with a switch that was not set by hand are checked when its value
+on this machine is known (`switch_problems`), the others before torch is imported (`problems`).
 """
 
 from __future__ import annotations
@@ -64,92 +64,92 @@ class Situation:
         return as_typed(value)
 
 
-class Fact(NamedTuple):
-    """A condition that is not about the value of one key, and the key to show for it."""
+class Condition(NamedTuple):
+    """A condition, and the key whose value is shown for it."""
 
     key: str
     holds: Callable[[Situation], bool]
+    text: str = ""
+    """As a row has it, if it is about the value of one key."""
+
+
+def _condition(text: str | Condition) -> Condition:
+    """The condition `key=value|value` or `key!=value`; one with a name is itself."""
+    if isinstance(text, Condition):
+        return text
+    key, _, values = text.partition("=")
+    name = key.removesuffix("!")
+    return Condition(name, lambda now: (now.shown(name) in values.split("|")) != key.endswith("!"), text)
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A row; a condition is a Fact, or `key=value|value` or `key!=value`."""
+    """A row."""
 
-    a: str | Fact
-    b: str | Fact
+    a: Condition
+    b: Condition
     why: str
     use: str
 
     @cached_property
     def switches(self) -> set[str]:
-        keys = (key_of_condition(condition).partition(".") for condition in (self.a, self.b))
+        keys = (condition.key.partition(".") for condition in (self.a, self.b))
         return {name for section, _, name in keys if section == "speed"}
 
     def holds(self, now: Situation) -> bool:
         """Whether both conditions are met, and the network has the switches that they name."""
-        return all(SWITCHES[name].concerns(now.config.model.kind) for name in self.switches) and all(
-            each.holds(now) if isinstance(each, Fact) else _holds(each, now) for each in (self.a, self.b)
-        )
+        concerned = all(SWITCHES[name].concerns(now.config.model.kind) for name in self.switches)
+        return concerned and self.a.holds(now) and self.b.holds(now)
 
     def line(self, now: Situation) -> tuple[str, str]:
         """The key, and what is wrong with its value and what to do."""
-        one, other = key_of_condition(self.a), key_of_condition(self.b)
-        with_it = f"{other}={now.shown(other)}"
-        return one, f"{now.shown(one)} conflicts with {with_it}: {self.why}; use {self.use}"
-
-
-def key_of_condition(condition: str | Fact) -> str:
-    return condition.key if isinstance(condition, Fact) else condition.partition("=")[0].removesuffix("!")
-
-
-def _holds(condition: str, now: Situation) -> bool:
-    name, _, values = condition.partition("=")
-    return (now.shown(name.removesuffix("!")) in values.split("|")) != name.endswith("!")
+        with_it = f"{self.b.key}={now.shown(self.b.key)}"
+        return self.a.key, f"{now.shown(self.a.key)} conflicts with {with_it}: {self.why}; use {self.use}"
 
 
 # fmt: off
-DRAWS_ON_DEVICE = Fact(
+DRAWS_ON_DEVICE = Condition(
     "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0)
-MICROBATCHES = Fact("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
-SHARDED = Fact("parallel.name", lambda now: now.strategy.shards_weights)
-RESHARDS = Fact(
+MICROBATCHES = Condition("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
+SHARDED = Condition("parallel.name", lambda now: now.strategy.shards_weights)
+RESHARDS = Condition(
     "parallel.reshard_after_forward",
     lambda now: now.strategy.has_dtensors and now.config.parallel.reshard_after_forward)
-KEEPS_WEIGHTS = Fact("parallel.name", lambda now: not now.strategy.shards_weights)
-FLATTENED = Fact("parallel.name", lambda now: now.strategy.flattens)
-ONE_OWNER = Fact("parallel.name", lambda now: now.strategy.shards == "state")
-NOT_DDP = Fact("parallel.name", lambda now: not now.strategy.replicates)
-FREEZES_NOTHING = Fact("parallel.name", lambda now: not now.strategy.freezes)
-NO_PARTS = Fact("parallel.name", lambda now: not now.strategy.has_dtensors)
-IN_PARTS = Fact("parallel.name", lambda now: now.strategy.has_dtensors)
-NO_STAGES = Fact("parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors))
-NO_GROUPS = Fact("parallel.name", lambda now: not now.strategy.has_groups)
-UNSCALED = Fact("precision.name", lambda now: not now.level.scaled)
-HALF_WEIGHTS = Fact("precision.name", lambda now: now.level.weights != "float32")
-WHOLE_HALF = Fact("precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
-NO_MASTERS = Fact("precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none")
-WIDE_ON_CUDA = Fact("precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32")
-FLATTENED_HALF = Fact("precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32")
-NOT_ELEMENTWISE = Fact("optim.name", lambda now: not now.config.optim.elementwise)
-KEEPS_STATE = Fact("optim.name", lambda now: not now.config.optim.sends_state)
-COMPILES_ITSELF = Fact("optim.name", lambda now: now.config.optim.compiles_itself)
-RUNS_PARTS_AGAIN = Fact("speed.recompute", lambda now: now.speed.recompute == "full" and (
+KEEPS_WEIGHTS = Condition("parallel.name", lambda now: not now.strategy.shards_weights)
+FLATTENED = Condition("parallel.name", lambda now: now.strategy.flattens)
+ONE_OWNER = Condition("parallel.name", lambda now: now.strategy.shards == "state")
+NOT_DDP = Condition("parallel.name", lambda now: not now.strategy.replicates)
+FREEZES_NOTHING = Condition("parallel.name", lambda now: not now.strategy.freezes)
+NO_PARTS = Condition("parallel.name", lambda now: not now.strategy.has_dtensors)
+IN_PARTS = Condition("parallel.name", lambda now: now.strategy.has_dtensors)
+NO_STAGES = Condition("parallel.name", lambda now: not (now.strategy.replicates or now.strategy.has_dtensors))
+NO_GROUPS = Condition("parallel.name", lambda now: not now.strategy.has_groups)
+UNSCALED = Condition("precision.name", lambda now: not now.level.scaled)
+HALF_WEIGHTS = Condition("precision.name", lambda now: now.level.weights != "float32")
+WHOLE_HALF = Condition("precision.name", lambda now: now.level.weights != "float32" and not now.strategy.shards_weights)
+NO_MASTERS = Condition("precision.name", lambda now: now.level.weights != "float32" and now.level.masters == "none")
+WIDE_ON_CUDA = Condition("precision.name", lambda now: now.device == "cuda" and now.level.compute == "float32")
+FLATTENED_HALF = Condition("precision.name", lambda now: now.strategy.flattens and now.level.weights != "float32")
+NOT_ELEMENTWISE = Condition("optim.name", lambda now: not now.config.optim.elementwise)
+KEEPS_STATE = Condition("optim.name", lambda now: not now.config.optim.sends_state)
+COMPILES_ITSELF = Condition("optim.name", lambda now: now.config.optim.compiles_itself)
+RUNS_PARTS_AGAIN = Condition("speed.recompute", lambda now: now.speed.recompute == "full" and (
     now.config.parallel.tensor_degree * now.config.parallel.expert_degree > 1))
-NOT_SHARDABLE = Fact("optim.name", lambda now: not now.config.optim.shardable)
-NOT_CAPTURABLE = Fact("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
+NOT_SHARDABLE = Condition("optim.name", lambda now: not now.config.optim.shardable)
+NOT_CAPTURABLE = Condition("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
 # LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
 # elsewhere are rarely zero; `train/assemble.py` looks at the head.
-TRUST_RATIO = Fact(
+TRUST_RATIO = Condition(
     "optim.name",
     lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0
     and now.config.weights is None)
-ERASED_BY_WORKERS = Fact(
+ERASED_BY_WORKERS = Condition(
     "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and now.config.augment.erase_probability > 0)
-ERASED_ON_DEVICE = Fact(
+ERASED_ON_DEVICE = Condition(
     "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
-MIXED_BY_WORKERS = Fact("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
+MIXED_BY_WORKERS = Condition("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
 SEVERAL, ONE_LABEL = "data.label_separator!=null", "data.label_separator=null"
-SOFTMAX = Fact("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
+SOFTMAX = Condition("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
 
 _GRAPHS = "speed.compile_mode=reduce-overhead|max-autotune"
 _NOT_GRAPHS = "speed.compile_mode=default"
@@ -168,7 +168,7 @@ _ASKS_THE_HOST = (
 )
 
 # What a network in parts on several ranks cannot carry, by the degrees that divide it.
-_UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
+_UNDIVIDED: tuple[tuple[str, str | Condition, str, str], ...] = (
     ("tensor expert", NO_PARTS, "the parts are those of fsdp and hsdp", "parallel=fsdp"),
     ("pipeline", NO_STAGES, "stages are those of ddp, fsdp and hsdp", "parallel=ddp"),
     ("tensor", "model.kind!=vit", "it divides the heads of this project's ViT", ""),
@@ -197,7 +197,7 @@ _UNDIVIDED: tuple[tuple[str, str | Fact, str, str], ...] = (
      "speed.param_offload=none"),
 )
 
-_ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
+_ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     # What is compiled.
     (f"{_GRAPHS}|max-autotune-no-cudagraphs", "speed.compile=off", "nothing is compiled", "speed.compile=model"),
     ("speed.gelu=polynomial", "speed.compile=off", "it is for compiled code", "speed.compile=model"),
@@ -333,7 +333,7 @@ _ROWS: tuple[tuple[str | Fact, str | Fact, str, str], ...] = (
      "rare classes are already shown more often", "loss.class_weights=none or data.sampling=uniform"),
 )
 # fmt: on
-CONFLICTS = tuple(Conflict(*row) for row in _ROWS)
+CONFLICTS = tuple(Conflict(_condition(a), _condition(b), why, use) for a, b, why, use in _ROWS)
 
 
 def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
