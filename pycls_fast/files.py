@@ -83,6 +83,18 @@ def best_first(path: Path) -> Iterator[Path]:
     yield from checkpoints(folder)
 
 
+def weights_at(path: Path) -> Path | None:
+    """The file or checkpoint of weights that a path names: a file, a checkpoint, a timm model's folder (`config.json`
+    beside `model.safetensors`), or the best, else the newest checkpoint of a run; None if there is none."""
+    if path.is_file():
+        return weights_file(path)
+    if any((path / name).is_file() for name in (".metadata", STATE)):
+        return path.resolve()
+    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+        return (path / "model.safetensors").absolute()
+    return next((found.resolve() for found in best_first(path) if found.exists()), None)
+
+
 def flush(*files: IO[Any]) -> None:
     """Flush the contents of open files to disk, one after the other."""
     for file in files:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pycls_fast.config.keys import typed_values
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import EXPORTED, STATE, best_first, exists, user_path, weights_file
+from pycls_fast.files import EXPORTED, STATE, exists, user_path, weights_at
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import (
     TEXT_BYTES,
@@ -44,14 +44,10 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
     if not exists(source):
         return None  # A hub name, or an error that is reported when it is opened.
-    path = source.resolve()
-    file = path / "model.safetensors" if (path / "config.json").is_file() else weights_file(source)
-    if file.suffix in (".safetensors", *EXPORTED) and file.is_file() and (values := _in_file(file)) is not None:
-        return SavedConfig(values, file)
-    # A checkpoint; else the best or newest one in a folder of checkpoints; else the folder of a run.
-    states = [] if (path / "config.yaml").is_file() else [folder / STATE for folder in (path, *best_first(path))]
-    state = next((state for state in states if state.is_file()), None)
-    if state is not None:
+    path, found = source.resolve(), weights_at(source)
+    if found is not None and found.suffix in (".safetensors", *EXPORTED) and (values := _in_file(found)) is not None:
+        return SavedConfig(values, found)
+    if found is not None and not (path / "config.yaml").is_file() and (state := found / STATE).is_file():
         return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
     nearby = (path, *source.absolute().parents[:2], *path.parents[:2]) if around else (path,)
     run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pycls_fast.config.keys import PATHS
 from pycls_fast.errors import UserError, one_of, refusing
-from pycls_fast.files import EXPORTED, PROGRAMS, best_first, flush, user_path, weights_file
+from pycls_fast.files import EXPORTED, PROGRAMS, flush, user_path, weights_at
 from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import SUFFIXES, Predict, open_exported
 from pycls_fast.optim.weights import local, local_slices
@@ -81,8 +81,7 @@ def find_weights(source: str | Path) -> Path | str:
     """The checkpoint or file that a source names, or the source itself if timm or torchvision has to download it.
 
     A file with the name of timm's or torchvision's weights in the current folder comes first.
-    `hf:ORG/NAME[@REVISION]` is downloaded here. A folder is a run folder (its best checkpoint, else the newest), a
-    checkpoint or a timm model (`config.json` beside `model.safetensors`).
+    `hf:ORG/NAME[@REVISION]` is downloaded here. What a path stands for: `weights_at`.
     """
     if str(source).startswith(pretrained.HUGGING_FACE):
         return pretrained.download(str(source))
@@ -92,20 +91,14 @@ def find_weights(source: str | Path) -> Path | str:
     if pretrained.is_hub(str(source)):
         return str(source)
     path = user_path(source)
-    if path.is_file():
-        return weights_file(path)
-    if (path / ".metadata").is_file():
-        return path.resolve()
-    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
-        return (path / "model.safetensors").absolute()
-    found = next((candidate for candidate in best_first(path) if candidate.exists()), None)
+    found = weights_at(path)
     if found is None:
         raise UserError(
             f"weights: {path} is neither a weights file nor a run folder with a checkpoint; give a run folder, a "
             "checkpoint (RUN/checkpoints/best), a file (.safetensors, .pt, .pth, .pyth, .npz), timm:NAME, "
             "torchvision:NAME or hf:ORG/NAME"
         )
-    return found.resolve()
+    return found
 
 
 def open_ours(found: Path | str, world: World = ALONE) -> Weights | None:
