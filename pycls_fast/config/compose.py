@@ -85,29 +85,36 @@ class Composed:
         """What set the key, "the command line" or a YAML file; else where it can be set."""
         key = re.sub(r"\[\d+\]", "", key)
         for override in reversed(self.overrides):
-            name, value = key_of(override), override.partition("=")[2]
-            if name in self.choices and not value.startswith("{"):
-                continue  # This override chose a file, which holds the value.
-            if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
+            name, _, value = override.lstrip("+~").partition("=")
+            # What chooses a file does not set the values in it.
+            sets_values = name not in self.choices or value.startswith("{")
+            if sets_values and (name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
                 return "deleted on the command line" if override.startswith("~") else "the command line"
         group, _, rest = key.partition(".")
         if self.saved is not None and group not in self.choices:
             return str(self.saved)
-        names = [] if self.saved is not None else [(name, key) for name in self.experiments(self.config_name)]
+        places = [] if self.saved is not None else [(name, key) for name in self.experiments(self.config_name)]
         if group in self.choices:
+            # A file of any group may set keys of the whole configuration.
             chosen = [f"{name}/{choice}" for name, choice in self.choices.items()]
-            names += [(name, key) for name in chosen if (file := self.file(name)) is not None and is_global(file)]
-            names.append((f"{group}/{self.choices[group]}", rest))
-        for name, key_there in names:
-            file = self.file(name)
-            if file is not None and _has_key(file, key_there):
-                return shown_path(file)
-        # Do not propose `base`, which all experiments begin with.
-        file = self.file(next((name for name, _ in reversed(names) if name != "base"), "base"))
-        if file is None and group in self.choices:
-            preset = PRESETS.get(group, {}).get(self.choices[group], {})
-            return f"{group}={self.choices[group]}{'' if rest in preset else ' or the command line'}"
-        return f"{shown_path(file)} or the command line" if file is not None else "the command line"
+            places += [(name, key) for name in chosen if (file := self.file(name)) is not None and is_global(file)]
+            places.append((f"{group}/{self.choices[group]}", rest))
+        files = ((self.file(name), there) for name, there in places)
+        found = next((file for file, there in files if file is not None and _has_key(file, there)), None)
+        return self._place_of_default(group, rest) if found is None else shown_path(found)
+
+    def _place_of_default(self, group: str, rest: str) -> str:
+        """Where a key can be set that no file has."""
+        choice = self.choices.get(group)
+        # Not in `base`, which all experiments begin with.
+        own = [name for name in self.experiments(self.config_name) if name != "base"]
+        file = self.file(f"{group}/{choice}" if choice is not None else own[-1] if own else "base")
+        if file is not None:
+            return f"{shown_path(file)} or the command line"
+        if choice is None:
+            return "the command line"
+        preset = PRESETS.get(group, {}).get(choice, {})
+        return f"{group}={choice}{'' if rest in preset else ' or the command line'}"
 
     def file(self, name: str) -> Path | None:
         """The YAML file of an experiment or of a `group/choice`; None if there is none."""
@@ -309,7 +316,7 @@ def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:
     name, separator, value = override.lstrip("+").partition("=")
     if not name or not (separator or override.startswith("~")):
-        raise messages.unreadable(override, folders)
+        raise UserError(messages.unreadable(override, folders))
     if name.partition("@")[0] in groups and not value.startswith("{"):
         # A number or a truth value is no name of a file, and Hydra would not say of which group.
         is_name = re.match(r"[A-Za-z_]", value) and value.lower() not in _VALUES

@@ -9,15 +9,16 @@ import re
 import sys
 import tempfile
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -46,7 +47,6 @@ from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.keys import CONFIGS, key_of
 from pycls_fast.config.messages import explaining, unreadable
-from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
@@ -123,9 +123,25 @@ def _with_usage(verb: type[Verb]) -> Iterator[None]:
         raise UserError(*error.lines, f"the command is {usage}{example}") from error
 
 
+class _Parser(ArgumentParser):
+    """Hydra's flags that are of use here, under Hydra's names."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False)
+        self.add_argument("overrides", nargs="*")
+        self.add_argument("--help", "-h", action="store_true")
+        self.add_argument("--cfg", "-c", choices=["job"])
+        self.add_argument("--multirun", "-m", action="store_true")
+        self.add_argument("--config-dir", "-cd", type=Path)
+        self.add_argument("--config-name", "-cn")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; write key=value for a value, --help lists what there is")
+
+
 def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
-    flags = _flags(arguments)
-    folders = [Path(flags.config_path or CONFIGS), *([Path(flags.config_dir)] if flags.config_dir else [])]
+    flags = _Parser().parse_intermixed_args(arguments)
+    folders = [CONFIGS, *filter(None, [flags.config_dir])]
     if flags.help:
         imports = [override for override in flags.overrides if override.startswith("imports=")]
         import_modules(module_names({"imports": _value(imports[-1]) if imports else None}))
@@ -133,73 +149,68 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE
     require_folders(folders)
-    bare = [each for each in flags.overrides if verb.words and "=" not in each and not each.startswith("~")]
-    named = [f"{key}={word}" for key, word in zip(verb.words, bare, strict=False)]
-    flags.overrides = [*named, *(each for each in flags.overrides if each not in bare[: len(named)])]
-    found = None
-    if verb.config_of_weights and flags.config_name is None:
-        found = saved.saved_with_weights(flags.overrides)
+    overrides, name, found = _with_words(flags.overrides, verb), flags.config_name, None
+    if name is None and verb.config_of_weights:
+        found = saved.saved_with_weights(overrides)
+    if found is not None:
+        saved.register(found, overrides)
+        name = saved.SAVED
+    elif name is None:
+        name = verb.default or default_experiment(overrides, folders)
+
+    def run(config: DictConfig) -> int:
+        """One run, from what Hydra has composed."""
+        composed = Composed.from_hydra(config, HydraConfig.get())
         if found is not None:
-            saved.register(found, flags.overrides)
-            flags.config_name = saved.SAVED
-    return _run_with_hydra(verb, flags, folders, found)
+            composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
+        if flags.cfg is not None:
+            _checked(composed, verb, Purpose(needs_data=False, scores_sets=verb.purpose.scores_sets))
+            print(yaml.safe_dump(composed.values, sort_keys=False), end="")
+            return DONE
+        with _with_usage(verb):
+            checked, called = _checked(composed, verb, verb.purpose)
+            print_lines("note", notes(checked, composed))
+            return called(checked)
+
+    return _with_hydra(run, name, as_hydra_overrides(overrides, folders), folders, multirun=flags.multirun)
 
 
-def _flags(arguments: list[str]) -> Namespace:
-    def mistake(message: str) -> NoReturn:
-        raise UserError(f"{message}; write key=value for a value, --help lists what there is")
-
-    parser = get_args_parser()
-    parser.error = mistake  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(arguments)
+def _with_words(overrides: Sequence[str], verb: type[Verb]) -> list[str]:
+    """The overrides, in which words are the values of `verb.words`."""
+    bare = [each for each in overrides if verb.words and "=" not in each and not each.startswith("~")]
+    named = [f"{key}={word}" for key, word in zip(verb.words, bare, strict=False)]
+    return [*named, *(each for each in overrides if each not in bare[: len(named)])]
 
 
-def _run_with_hydra(verb: type[Verb], flags: Namespace, folders: list[Path], found: SavedConfig | None) -> int:
-    """Let Hydra call the tool for one run, or for each run of a sweep; returns the exit status."""
+def _with_hydra(
+    run: Callable[[DictConfig], int], name: str, overrides: list[str], folders: Sequence[Path], *, multirun: bool
+) -> int:
+    """Let Hydra compose the experiment and call `run`, once or for each run of a sweep; returns the exit status."""
     hydra.version.setbase("1.3")
     statuses: list[int] = []
     typed = list(sys.argv), list(sys.orig_argv)
 
     def job(config: DictConfig) -> float | None:
-        def action() -> int:
-            composed = Composed.from_hydra(config, HydraConfig.get())
-            if found is not None:
-                composed = dataclasses.replace(composed, config_name=found.name, saved=found.file)
-            if flags.cfg:
-                _checked(composed, verb, Purpose(needs_data=False, scores_sets=verb.purpose.scores_sets))
-                return DONE
-            with _with_usage(verb):
-                checked, called = _checked(composed, verb, verb.purpose)
-                print_lines("note", notes(checked, composed))
-                return called(checked)
-
         if is_task():
             # The run records the user's command, not the one with which the launcher started this task.
             sys.argv[:], sys.orig_argv[:] = typed
             join()
-            return _objective(run_task(action))
-        statuses.append(_status_of(action))
-        if statuses[-1] in (STOPPED, INTERRUPTED):
+            return _objective(run_task(lambda: run(config)))
+        try:
+            status = reporting(lambda: run(config))
+        except Exception:  # noqa: BLE001  # a crash is shown at once, not after the sweep's last run as by Hydra
+            traceback.print_exc()
+            status = FAULT
+        statuses.append(status)
+        if status in (STOPPED, INTERRUPTED):
             # End the whole sweep: Hydra would start the next run.
-            raise SystemExit(statuses[-1])
-        return _objective(statuses[-1])
+            raise SystemExit(status)
+        return _objective(status)
 
-    overrides = as_hydra_overrides(flags.overrides, folders)
-    if flags.multirun:
-        _refuse_shared_folder(overrides)
     try:
-        with explaining(folders), _sweep_folder(flags) as settings:
+        with explaining(folders), _sweep_settings(overrides, multirun=multirun) as settings:
             # The user's come last and win.
-            flags.overrides = [*HYDRA_SETTINGS, *settings, *overrides]
-            default = verb.default or default_experiment(overrides, folders)
-            name = default if flags.config_name is None else flags.config_name
-            of_hydra = flags.info or flags.hydra_help
-            if not of_hydra:
-                _call(job, flags, folders, name)
-            if of_hydra or (flags.cfg and not any(statuses)):
-                # Otherwise Hydra prints errors itself and exits with status 1.
-                os.environ["HYDRA_FULL_ERROR"] = "1"
-                _run_hydra(flags, get_args_parser(), job, str(folders[0].resolve()), name)
+            _compose_and_call(job, name, [*HYDRA_SETTINGS, *settings, *overrides], folders, multirun=multirun)
     except TaskStopped as error:
         print_lines("stopped", [str(error)])
         return STOPPED
@@ -221,15 +232,17 @@ def _lost_task(error: Exception) -> str | None:
     return "\n".join([*message[:3], *message[3:][-40:], last])
 
 
-def _call(job: Callable[[DictConfig], Any], flags: Namespace, folders: Sequence[Path], name: str | None) -> None:
+def _compose_and_call(
+    job: Callable[[DictConfig], Any], name: str, overrides: list[str], folders: Sequence[Path], *, multirun: bool
+) -> None:
     """Do what `hydra.main` does, which composes a single run twice: first to see that it is no sweep."""
     search_path = create_config_search_path(str(folders[0].resolve()))
     for folder in folders[1:]:
         search_path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
     app = Hydra.create_main_hydra2("pycls_fast", search_path)
     try:
-        run = app.multirun if flags.multirun else app.run
-        run(name, job, [*flags.overrides, f"hydra.mode={'MULTIRUN' if flags.multirun else 'RUN'}"])
+        call = app.multirun if multirun else app.run
+        call(name, job, [*overrides, f"hydra.mode={'MULTIRUN' if multirun else 'RUN'}"])
     finally:
         GlobalHydra.instance().clear()
 
@@ -273,14 +286,14 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
         elif separator:
             values[key] = text
         else:
-            raise unreadable(argument)
+            raise UserError(unreadable(argument))
     for key in verb.words:
         is_list = verb.model_fields[key].annotation == tuple[str, ...]
         if key not in values and key not in texts and (bare or is_list):
             texts[key] = tuple(bare) if is_list else bare.pop(0)
             bare = [] if is_list else bare
     if bare:
-        raise unreadable(bare[0])
+        raise UserError(unreadable(bare[0]))
     # Names of files need not be UTF-8, JSON text must be: the validation sees "?" instead.
     seen = json.loads(json.dumps(values | texts, default=str, ensure_ascii=False).encode(errors="replace"))
     return validate(verb, seen, lambda key: "the command line").model_copy(update=texts)
@@ -290,15 +303,6 @@ def _value(override: str) -> Any:
     with explaining([]):
         (parsed,) = OverridesParser.create().parse_overrides([readable(override)])
     return override.partition("=")[2] if parsed.is_sweep_override() else parsed.value()
-
-
-def _status_of(action: Callable[[], int]) -> int:
-    """The status of one run; a crash is shown at once, not after the sweep's last run as by Hydra."""
-    try:
-        return reporting(action)
-    except Exception:  # noqa: BLE001  # a crash of the tool
-        traceback.print_exc()
-        return FAULT
 
 
 def _objective(status: int) -> float | None:
@@ -377,13 +381,15 @@ def config_folders() -> list[Path]:
 
 
 @contextmanager
-def _sweep_folder(flags: Namespace) -> Iterator[list[str]]:
+def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[list[str]]:
     """Settings that hide Hydra's own records of a `--multirun`, for which it requires a folder."""
-    chosen = dict(override.split("=", 1) for override in flags.overrides if override.startswith("hydra/"))
-    sweeper = chosen.get("hydra/sweeper", "basic")
-    if not flags.multirun:
+    if not multirun:
         yield []
-    elif sweeper != "basic":
+        return
+    _refuse_shared_folder(overrides)
+    chosen = dict(override.split("=", 1) for override in overrides if override.startswith("hydra/"))
+    sweeper = chosen.get("hydra/sweeper", "basic")
+    if sweeper != "basic":
         if "RANK" in os.environ:
             raise UserError(
                 f"hydra/sweeper: under torchrun each rank's {sweeper} would choose its own values; start one process "
@@ -403,8 +409,7 @@ def _sweep_folder(flags: Namespace) -> Iterator[list[str]]:
 
 def _refuse_shared_folder(overrides: Sequence[str]) -> None:
     """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result."""
-    with explaining([]):
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
     given = [override for override in parsed if override.key_or_group == "run_dir"]
     # A sweeper that searches may have its choices in its own settings.
     sweeps = any(override.is_sweep_override() or override.key_or_group == "hydra/sweeper" for override in parsed)

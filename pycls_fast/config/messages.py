@@ -100,7 +100,7 @@ def _explained(error: Exception, folders: Sequence[Path]) -> str:
             return f"{name}: no such file in configs/{_near(name, '', folders)} (the defaults of {where[1]})"
         return f"{group}={name}: no such option{_near(name, group, folders)}"
     if isinstance(error, OverrideParseException):
-        return _unreadable(error.override.removeprefix("++"), folders)
+        return unreadable(error.override.removeprefix("++"), folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{shown_path(Path(mark.name))}: line {mark.line + 1} is not valid YAML: {error.problem}"
@@ -111,11 +111,7 @@ def _explained(error: Exception, folders: Sequence[Path]) -> str:
     return _one_line(error)
 
 
-def unreadable(override: str, folders: Sequence[Path] = ()) -> UserError:
-    return UserError(_unreadable(override, folders))
-
-
-def _unreadable(override: str, folders: Sequence[Path]) -> str:
+def unreadable(override: str, folders: Sequence[Path] = ()) -> str:
     way_out = "write key=value, quoting lists and spaces"
     if override in _available("", folders):
         way_out = f"did you mean --config-name {override}?"

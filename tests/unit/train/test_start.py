@@ -148,7 +148,8 @@ def test_a_bar_fits_the_terminal_and_leaves_it(
     monkeypatch.setenv("TERM", "xterm")
     record = {"step": 40, "loss": 1.2345, "lr": 0.1, "images_per_second": 12345.6, "epoch": 123.4}
     with ExitStack() as interrupted, Display(speaks=True, mode="bar") as display:
-        display.begin_training(0, total)
+        display.begin_training(0, total, compiles=True)
+        assert "compiling" in capsys.readouterr().out
         display.training(record, total, epochs=300, seconds_left=1)
         interrupted.enter_context(display.scoring("evaluating val", 50_000))
         said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
