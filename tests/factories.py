@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,11 @@ from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.config.saved import SAVED, register
-from pycls_fast.data.batch import Batch
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.parallel.wrap import place_model
-from pycls_fast.seeds import microbatch_seed
-from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint, saving
-from pycls_fast.train.assemble import make_step
 from pycls_fast.train.checkpoint import split
-from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.step import Step
 
 # What a record of training has besides its step.
 TRAINED = {"loss": 1.0, "lr": 0.1, "images_per_second": 10.0, "step_seconds": 0.1, "memory_peak_bytes": 10**9}
@@ -85,24 +78,6 @@ def small_vit(**changes: Any) -> VisionTransformer:
     """Sixteen patches of 8 x 8 pixels and three blocks, unless its arguments say otherwise."""
     sizes = {"image_size": 32, "patch_size": 8, "width": 24, "depth": 3, "heads": 3, "mlp_width": 40, "num_classes": 7}
     return VisionTransformer(**{**sizes, **changes})
-
-
-def take_steps(
-    config: RunConfig, batches: Iterable[Batch], *, steps_per_epoch: int, first: Callable[[Any], None] = lambda _: None
-) -> tuple[list[float], Step, Speed]:
-    """Steps of one microbatch each on a new network, with which `first` does something; losses, step, switches."""
-    switches = build.switches(config, ALONE.device)
-    network = build.model(config, 10, switches)
-    first(network)
-    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
-    step = make_step(config, network, ALONE, switches, steps_per_epoch=steps_per_epoch)
-    metrics = TrainMetrics(ALONE.device, read=switches.metrics)
-    host, losses = build.prepare_on_host(config, switches), []
-    for number, batch in enumerate(batches):
-        seed = microbatch_seed(config.seed, step=number, position=0, rank=0)
-        step(number, [batch if host is None else host(batch, seed)], metrics)
-        losses.append(metrics.read(ALONE)["loss"])
-    return losses, step, switches
 
 
 def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:

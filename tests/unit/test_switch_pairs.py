@@ -22,8 +22,13 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.wrap import place_model
+from pycls_fast.seeds import microbatch_seed
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed
-from tests.factories import assert_same_bits, config_of, nudge, take_steps
+from pycls_fast.train.assemble import make_step
+from pycls_fast.train.metrics import TrainMetrics
+from tests.factories import assert_same_bits, config_of, nudge
 
 Choice = tuple[str, str]
 Pair = tuple[str, Choice, Choice]
@@ -187,10 +192,20 @@ class Trained(NamedTuple):
 
 def train(config: RunConfig, *, steps: int = 2) -> Trained:
     """A few steps of the training step that a run makes."""
-    batches = (synthetic_batch(8, 16, 10, erase_probability=0.5, seed=number, device=CPU) for number in range(steps))
-    losses, step, chosen = take_steps(config, batches, steps_per_epoch=4, first=nudge)
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches)
+    nudge(network)
+    network = place_model(network, ALONE, memory_format=switches.memory_format).train()
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    metrics = TrainMetrics(CPU, read=switches.metrics)
+    host, losses = build.prepare_on_host(config, switches), []
+    for number in range(steps):
+        batch = synthetic_batch(8, 16, 10, erase_probability=0.5, seed=number, device=CPU)
+        seed = microbatch_seed(config.seed, step=number, position=0, rank=0)
+        step(number, [batch if host is None else host(batch, seed)], metrics)
+        losses.append(metrics.read(ALONE)["loss"])
     weights = {key: value.detach().clone() for key, value in step.weights.state_dict().items()}
-    return Trained(losses, weights, step.ema.values, chosen)
+    return Trained(losses, weights, step.ema.values, switches)
 
 
 @cache
