@@ -79,7 +79,7 @@ def test_a_ladder_is_killed_and_goes_on(ladder: Path, digits: Path, tmp_path: Pa
     assert "2 of 2 variants are free, 1 more did not run here" in said
     assert variants["half"]["timing"]["precision"] == "amp_bf16"
     assert variants["half"]["numerics"][1]["gradient_error"] > 10 * variants["plain"]["numerics"][1]["gradient_error"]
-    for name in ("index.html", "charts/decision.png"):
+    for name in ("index.html", "charts/decision.svg"):
         assert (folder / name).stat().st_size > 500
 
     # Nothing is left to do, and nothing is done.

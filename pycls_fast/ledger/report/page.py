@@ -6,10 +6,9 @@ Variants also differ in position, marker and line style, so that charts print in
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from pycls_fast.ledger.report.text import (
     verdicts,
 )
 from pycls_fast.train.folder import write_text
-from pycls_fast.train.pictures import render
+from pycls_fast.train.pictures import data_url, render
 
 INK, PALE, LINE, BAND = "#17375e", "#a9bfd8", "#8a8a8a", "#dcdcdc"
 # Of verdicts; dark, middle and light, so that they print in grey. Colour-blind readers tell the first two apart.
@@ -55,20 +54,19 @@ class Chart:
     caption: str
     figure: Figure
 
-    def svg(self) -> str:
-        """The figure as SVG, with text kept as text, ready to be embedded with others in one HTML document."""
-        buffer = io.StringIO()
-        # Identifiers are derived from the content, so that the same record gives the same page.
+    @cached_property
+    def svg(self) -> bytes:
+        """The figure as an SVG file, in which text is text."""
+        buffer = io.BytesIO()
+        # So that the same record gives the same page: else identifiers are drawn by chance.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
-        text = buffer.getvalue()
-        text = text[text.index("<svg") :]
-        # The figure's own size in points would keep it from shrinking; its view box keeps the proportions.
-        text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-        text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-        # Two figures on a page must not share identifiers, which occur only inside tags.
-        text = re.sub(r"<[^>]*>", lambda tag: re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.name}-", tag[0]), text)
-        return text.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
+        return buffer.getvalue()
+
+    @property
+    def address(self) -> str:
+        """The picture itself as an address, for a page that needs no other file."""
+        return data_url(self.svg, "svg+xml")
 
 
 def plain_axes(rows: float) -> tuple[Figure, Axes]:
@@ -295,7 +293,7 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
 
 
 def write_page(record: Record, folder: Path) -> None:
-    """Write `index.html` and `charts/NAME.png` into the folder, which is made if it is not there.
+    """Write `index.html` and `charts/NAME.svg` into the folder, which is made if it is not there.
 
     Raises:
         UserError: it cannot be written to.
@@ -303,11 +301,11 @@ def write_page(record: Record, folder: Path) -> None:
     drawn = charts(record)
     with refusing(f"output: {folder} cannot be written", use="choose another folder"):
         (folder / "charts").mkdir(parents=True, exist_ok=True)
-        for old in (folder / "charts").glob("*.png"):
+        for old in (folder / "charts").glob("*.svg"):
             # An earlier page may have had more charts than this one.
             old.unlink()
         for chart in drawn:
-            chart.figure.savefig(folder / "charts" / f"{chart.name}.png", dpi=160)
+            (folder / "charts" / f"{chart.name}.svg").write_bytes(chart.svg)
     write_text(folder / "index.html", ledger_page(record, drawn))
 
 
