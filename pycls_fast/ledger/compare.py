@@ -6,7 +6,6 @@ the wrong predictions of all folds, `pycls-fast runs RUN... report=FOLDER`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import time
@@ -25,7 +24,7 @@ from pycls_fast.config.saved import as_data, validate_saved
 from pycls_fast.data.decode import Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import DONE, UserError, refusing
-from pycls_fast.files import user_path
+from pycls_fast.files import timestamp, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, PLACE_KEYS, SavedRun, Values, find_runs, read_run, read_values, texts
@@ -52,7 +51,7 @@ def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> 
         UserError: a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run_files(run_a), read_run_files(run_b)
-    folder = user_path(output) if output else _default_folder(a.run.path, b.run.path)
+    folder = user_path(output) if output else Path("comparisons", timestamp())
     record = comparison(a, b, images)
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,13 +186,6 @@ def _run(files: RunFiles) -> Record:
     }
 
 
-def _default_folder(a: Path, b: Path) -> Path:
-    """A folder of its own for each pair of runs, whose names may be those of other runs."""
-    paths = [path.resolve() for path in (a, b)]
-    digest = hashlib.sha256("\n".join(map(str, paths)).encode(errors="surrogateescape")).hexdigest()[:6]
-    return Path("comparisons") / f"{'--'.join('_'.join(path.parts[-2:]) for path in paths)}-{digest}"
-
-
 def _changes(records: Sequence[Values]) -> list[Record]:
     """The settings that were changed when a run was resumed, as `{step, epoch, changed}`, without undone steps."""
     found: list[Record] = []
@@ -317,11 +309,10 @@ def _names(source: Images) -> list[str]:
     """The images' names without their common folder, as the data may have been moved."""
     names = [source.name(index) for index in range(len(source))]
     # A table may mix relative and absolute paths, which have no common folder.
-    if len({name.startswith(os.sep) for name in names}) > 1:
-        return names
-    folders = {name.rpartition(os.sep)[0] for name in names}
-    common = os.path.commonpath(folders) + os.sep
-    return [name.removeprefix(common) for name in names]
+    with suppress(ValueError):
+        common = os.path.commonpath({name.rpartition(os.sep)[0] for name in names}) + os.sep
+        names = [name.removeprefix(common) for name in names]
+    return names
 
 
 def report_folds(folders: Sequence[str], report: str) -> None:

@@ -21,7 +21,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.run import groups
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, first_few, refusing
 from pycls_fast.ledger.ladder.plan import Factors, readable, slug
 from pycls_fast.ledger.report.record import Rounding
 from pycls_fast.reading import Model, Saved, check, read_json
@@ -185,9 +185,9 @@ class LedgerFolder:
         asked = {key: value for key, value in self._plan.items() if key not in _MAY_GROW or key in fixed}
         other = changed(before, asked)
         if self._code() not in kept.code and not self._accept_code:
-            other.append("code (accept_code=true, if the change does not affect the measurements)")
+            other.insert(0, "code (accept_code=true, if the change does not affect the measurements)")
         if other:
-            raise UserError(f"output: {self.path} holds a ledger with different {', '.join(other)}; {way_out}")
+            raise UserError(f"output: {self.path} holds a ledger with different {first_few(other)}; {way_out}")
         self.codes, self.factors = kept.code, kept.crossing
 
     @property
@@ -283,16 +283,15 @@ def code_digest(configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
     return found.hexdigest()
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any], most: int = 5) -> list[str]:
-    """Names of the plan's entries that differ from an earlier plan's; for the experiment, `most` keys that differ."""
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the plan's entries that differ from an earlier plan's; for the experiment, the keys that differ."""
     names = [name for name, value in now.items() if value != before.get(name)]
     if "experiment" not in names:
         return names
     old, new = (flat(plan.get("experiment", {})) for plan in (before, now))
     keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
-    more = [f"{len(keys) - most} more keys"] if len(keys) > most else []
     # The keys say what changed; that `base` differs too adds nothing.
-    return [*(name for name in names if name not in ("base", "experiment")), *keys[:most], *more]
+    return [*(name for name in names if name not in ("base", "experiment")), *keys]
 
 
 def _gpu() -> str:

@@ -90,15 +90,9 @@ def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     """Overrides concatenated; of those with the same key only the last is kept, as Hydra may refuse a second one."""
     kept: dict[str, str] = {}
     for override in chain(*parts):
-        kept.pop(override_key(override), None)
-        kept[override_key(override)] = override
+        kept.pop(key_of(override), None)
+        kept[key_of(override)] = override
     return tuple(kept.values())
-
-
-def override_key(override: str) -> str:
-    """The key that an override sets or, with a "~", removes."""
-    # Unlike `key_of`: ~key and key=value are two overrides.
-    return override.lstrip("+").partition("=")[0]
 
 
 def plan(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> list[Variant]:
@@ -271,7 +265,7 @@ def _same_key(one: Variant, other: Variant) -> bool:
     """Whether two variants set a key to different values, and neither is a change of the other."""
     if other.name == one.against or one.name == other.against:
         return False
-    values = [{override_key(each): each for each in v.overrides} for v in (one, other)]
+    values = [{key_of(each): each for each in v.overrides} for v in (one, other)]
     return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 

@@ -38,7 +38,7 @@ def test_a_folder_belongs_to_its_experiment_and_machine(tmp_path: Path) -> None:
     for key in ("device", "processor", "cores", "torch", "torchvision", "timm"):
         with pytest.raises(UserError, match=f"different {key}; choose"):
             opened({**before, key: "?"})
-    with pytest.raises(UserError, match=r"[0-9]+ more keys; choose"):
+    with pytest.raises(UserError, match=r"and [0-9]+ more; choose"):
         opened(conditions(load_config("resnet_digits"), "cpu"))
     assert changed({**before, "experiment": {**before["experiment"], "speedy": 1}}, before) == ["speedy"]
 
