@@ -6,6 +6,5 @@ and train), `measure/` (each measurement, in a process of its own), `report/reco
 """
 
 from pycls_fast.ledger.measure.timing import time_variants
-from pycls_fast.ledger.report.statistics import paired_ratio
 
-__all__ = ["paired_ratio", "time_variants"]
+__all__ = ["time_variants"]

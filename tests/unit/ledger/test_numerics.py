@@ -19,7 +19,6 @@ from torch import nn
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
-from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure import numerics as module
 from pycls_fast.ledger.measure.numerics import (
@@ -275,25 +274,6 @@ def test_damaged_images_are_named(
     assert all(line.endswith("; left out") for line in found)
     with pytest.raises(UserError, match=r"^data\.max_damaged: \d+ images cannot be read, more than 0:"):
         measure(configured(root, "data.max_damaged=0"), tmp_path)
-
-
-@pytest.mark.parametrize("measure", [gradients, numerics])
-def test_classes_weigh_as_in_a_training(
-    measure: Measure, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Built(Exception):
-        pass
-
-    def loss(config: RunConfig, switches: Any, device: Any, classes: int, train: Images) -> None:
-        del config, switches, device, classes
-        raise Built(train.class_counts())
-
-    monkeypatch.setattr(build, "loss", loss)
-    with pytest.raises(Built) as caught:
-        measure(configured(digits, "loss.class_weights=auto"), tmp_path)
-    (counts,) = caught.value.args
-    assert len(counts) == 10
-    assert min(counts) > 50
 
 
 def test_operations_of_a_frozen_network_are_left_out(tmp_path: Path, digits: Path) -> None:

@@ -213,12 +213,10 @@ def test_rates_agree_with_the_speedups() -> None:
     a, b, c = (each.timing for each in variants)
     assert b.speedup.ratio == pytest.approx(b.images_per_second / a.images_per_second)
     assert c.speedup_before.ratio == pytest.approx(c.images_per_second / b.images_per_second)
-    shorter = record_of(
-        variant("a", None, timing=timing([100.0, 50.0])), variant("b", "a", timing=timing([130.0]))
-    ).variants
-    compare_speed(shorter)
-    assert shorter[1].timing is not None
-    assert shorter[1].timing.speedup == Speedup(pytest.approx(1.3), None, None, 1)
+    # One that failed in a later round.
+    c.rounds = c.rounds[:1]
+    compare_speed(variants)
+    assert variants[2].timing.speedup == Speedup(pytest.approx(0.7), None, None, 1)
 
 
 @pytest.mark.parametrize("path", LEDGERS, ids=[path.parent.name for path in LEDGERS])

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -119,35 +120,14 @@ def test_a_process_imports_the_package_of_its_checkout(tmp_path: Path, monkeypat
 
 def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """And there is one time limit for all of them."""
-    now, log = 0.0, list[tuple[object, ...]]()
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
-
-    class Asked:
-        """A process that saves and ends when it is asked to, or never."""
-
-        def __init__(self, name: str, *, saves: bool) -> None:
-            self._process, self.name, self.saves = self, name, saves
-
-        def send_signal(self, number: int) -> None:
-            log.append((self.name, "asked", number))
-
-        def wait(self, timeout: float | None = None) -> None:
-            nonlocal now
-            if timeout is not None:
-                log.append((self.name, "waited for", timeout))
-                if not self.saves:
-                    now += timeout
-                    raise subprocess.TimeoutExpired("x", timeout)
-
-        def kill(self) -> None:
-            log.append((self.name, "killed"))
-
-    started: list[Any] = [Asked("a", saves=False), Asked("b", saves=False), Asked("c", saves=True)]
+    times, both = Mock(side_effect=[0.0, 0.0, 30.0]), Mock()
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=times))
+    both.late.wait.side_effect = [subprocess.TimeoutExpired("x", 30.0), None]
+    started: list[Any] = [SimpleNamespace(_process=each) for each in (both.late, both.saving)]
     Process.stop(started)
-    assert log[:3] == [(name, "asked", signal.SIGTERM) for name in "abc"]
-    assert log[3:] == [
-        *(("a", "waited for", 30.0), ("a", "killed")), *(("b", "waited for", 0.0), ("b", "killed")),
-        ("c", "waited for", 0.0),
+    assert both.mock_calls == [
+        call.late.send_signal(signal.SIGTERM), call.saving.send_signal(signal.SIGTERM),
+        call.late.wait(timeout=30.0), call.late.kill(), call.late.wait(), call.saving.wait(timeout=0.0),
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state
 from pycls_fast.train.folder import write_json
-from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, record_of, start, variant, work
+from tests.unit.ledger.stand_ins import RECORD, STEPS, FakeProcess, ladder_of, made, start, work
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProcess]) -> None:
@@ -28,22 +28,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProce
     # The environment is not that of any variant: each has its own ranks, and the device is that of the timings.
     assert record.device == "cpu"
     assert not {"device", "world_size"} & set(record.environment.model_dump())
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("environment", {"processor": None, "cpu_count": 2, "git": {"changed": False}}),
-        ("environment", {"processor": 7, "cpu_count": 2, "git": None}),
-        ("model", {"model": "vit"}),
-        ("gradients", {"total": {"exponents": {"1000000000": 1}}, "steps": 1, "warmup_steps": 1, "loss_scale": 1.0}),
-    ],
-)
-def test_what_a_page_tells_has_the_expected_types(tmp_path: Path, part: str, value: object) -> None:
-    record = record_of(variant("base", None)).model_dump(mode="json")
-    write_json(tmp_path / "ledger.json", {**record, part: value})
-    with pytest.raises(UserError, match=rf"ledger\.json \({part}"):
-        read_record(tmp_path / "ledger.json")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +66,7 @@ def test_a_field_that_is_lost_is_one_line(tmp_path: Path, fake: type[FakeProcess
         file = tmp_path / place
         file = next(file.rglob("*.json")) if file.is_dir() else file
         whole = file.read_text()
-        for damaged in (whole.replace(f'"{field}"', '"lost"'), "[]"):
+        for damaged in (whole.replace(f'"{field}"', '"lost"'), whole[:-2], "", "[]"):
             file.write_text(damaged)
             with pytest.raises(UserError, match=f"^output: {file} (is damaged|cannot be read)"):
                 read_all()
@@ -104,11 +88,6 @@ def test_what_is_kept_of_the_rounds_of_a_variant(tmp_path: Path, fake: type[Fake
     assert timing.matmul_flops_per_second == [2e11, 1e11]
     file.write_text(json.dumps({**json.loads(file.read_text()), "matmul": None}))
     assert collect(ledger, "x").timed[0][1].matmul_flops_per_second is None
-    # A power failure may cut a file, or leave zeros.
-    for damaged in (file.read_bytes()[:99], b"", b"\0" * 99, b"[]"):
-        file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"^output: .*round_1\.json is damaged \(.*\); remove it, and it is"):
-            collect(ledger, "x")
     file.unlink()
     assert collect(ledger, "x").timed[0][1].rounds == [80.0]
 

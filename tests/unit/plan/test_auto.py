@@ -58,14 +58,6 @@ def test_the_batch_can_be_shared_out(ranks: int, steps: int) -> None:
         assert batch // (ranks * steps) >= min(2, images // (ranks * steps))
 
 
-def test_numbers_that_are_given_stay() -> None:
-    config = finetune(
-        "schedule.epochs=7", "schedule.warmup_epochs=0", "data.global_batch_size=13", "runtime.eval_every_epochs=4"
-    )
-    found = resolve_auto(config, 48, world())
-    assert (found.schedule, found.data, found.runtime) == (config.schedule, config.data, config.runtime)
-
-
 @pytest.mark.parametrize("name", ["finetune", "linear_probe"])
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.1), (2, 0.2), (10, 1.0), (50, 2.0)])
 def test_the_warm_up_follows_the_epochs(name: str, epochs: int, warmup: float) -> None:
