@@ -48,7 +48,7 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         for file, record in zip(files, (before, now), strict=True)
         if record.unfinished
     )
-    with sensible(files[1]):
+    with sensible(*files):
         changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
     wide_console().print(plain_table([change.row for change in changes], no_wrap=True))
     return 1 if any(change.lost for change in changes) else DONE

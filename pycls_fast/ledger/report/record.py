@@ -211,10 +211,10 @@ class Record(_Part):
         return [(variant, variant.timing) for variant in self.variants if variant.timing is not None]
 
 
-def sensible(file: Path) -> AbstractContextManager[None]:
-    """Within the block, what fails is the fault of the numbers in a `ledger.json`, which nobody has measured."""
+def sensible(*files: Path) -> AbstractContextManager[None]:
+    """Within the block, what fails is the fault of numbers in a `ledger.json` that nobody has measured."""
     kinds = (ArithmeticError, LookupError, ValueError)
-    return refusing(f"{file}: its numbers make no sense", *kinds, use="give another ledger.json")
+    return refusing(f"{' or '.join(map(str, files))}: its numbers make no sense", *kinds, use="give another")
 
 
 def read_record(file: Path) -> Record:
