@@ -213,8 +213,8 @@ def peak(
     sizes: Sizes,
     copies: Copies,
     *,
-    inputs: float = 0.0,
-    temporaries: Temporaries = Temporaries(),
+    inputs: float,
+    temporaries: Temporaries,
 ) -> Peak:
     """The most bytes that a rank has at any time in a step.
 
@@ -234,8 +234,8 @@ def pipelined_peak(
     sizes: Sizes,
     copies: Copies,
     *,
-    inputs: float = 0.0,
-    temporaries: Temporaries = Temporaries(),
+    inputs: float,
+    temporaries: Temporaries,
 ) -> Peak:
     """The same for a rank of a pipeline.
 

@@ -188,19 +188,16 @@ class MemoryPlan:
         Raises:
             UserError: the network cannot be measured.
         """
-        world = self.world
-        key = (self.config.model_dump_json(exclude=_NOT_MEASURED), world.device.type, world.size, self.classes)
-        if (key, accumulation) not in _peaks or self.config.model.kind == "given":
-            _peaks[key, accumulation] = self._peak(accumulation)
-        return _peaks[key, accumulation]
-
-    def _peak(self, accumulation: int) -> float:
-        copies, size = self.copies(accumulation), self.config.data.largest_image_size
-        images = self.per_rank // accumulation
-        what = "optim.accumulation_steps: auto cannot measure this network without running it"
-        with refusing(what, RuntimeError, TypeError, use="give a number"):
-            activations = self.activations(images, size, gradients_exist=copies.gradients_exist)
-        return self.peak_with(activations, accumulation).total
+        world, config, images = self.world, self.config, self.per_rank // accumulation
+        settings = config.model_dump_json(exclude=_NOT_MEASURED)
+        key = (settings, world.device.type, world.size, self.classes, accumulation)
+        if key not in _peaks or config.model.kind == "given":
+            size, exist = config.data.largest_image_size, self.copies(accumulation).gradients_exist
+            what = "optim.accumulation_steps: auto cannot measure this network without running it"
+            with refusing(what, RuntimeError, TypeError, use="give a number"):
+                activations = self.activations(images, size, gradients_exist=exist)
+            _peaks[key] = self.peak_with(activations, accumulation).total
+        return _peaks[key]
 
     def peak_with(self, activations: Activations, accumulation: int) -> Peak:
         """The same and its parts, with activations that are known."""
@@ -369,7 +366,7 @@ def group(ranks: Mapping[str, int], mesh: DeviceMesh | None) -> Iterator[DeviceM
 
 
 # Caches of this process: the start table asks for a plan again, and a search compares hundreds.
-_peaks: dict[tuple[object, int], float] = {}
+_peaks: dict[tuple[object, ...], float] = {}
 _orders: dict[tuple[ScheduleName, int, int], Mapping[int, Sequence[Any]]] = {}
 _sizes: dict[tuple[object, ...], tuple[Sizes, list[Sizes], Sizes]] = {}
 _costs: dict[tuple[object, ...], tuple[int, ...]] = {}

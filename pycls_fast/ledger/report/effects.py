@@ -33,7 +33,7 @@ Word = Literal["identical", "costs", "costs a little", "free", "gains", "breaks 
 
 
 @lru_cache
-def levels(alpha: float, looks: tuple[float, ...] = LOOKS) -> tuple[float, ...]:
+def levels(alpha: float) -> tuple[float, ...]:
     """Nominal one-sided levels of the looks that together spend `alpha`, alpha t^2 until t (Kim & DeMets 1987).
 
     The density of the walk that has not crossed a bound yet is carried from look to look on a grid.
@@ -41,7 +41,7 @@ def levels(alpha: float, looks: tuple[float, ...] = LOOKS) -> tuple[float, ...]:
     grid = np.linspace(-6.0, 6.0, 1201)
     step = grid[1] - grid[0]
     found, density, before, spent = [], np.zeros(0), 0.0, 0.0
-    for t in looks:
+    for t in LOOKS:
         if before:
             steps = stats.norm.pdf(step * np.arange(-1200, 1201), scale=math.sqrt(t - before))
             density = np.convolve(steps, density, mode="valid") * step
