@@ -34,11 +34,7 @@ TRAINED = {"loss": 1.0, "lr": 0.1, "images_per_second": 10.0, "step_seconds": 0.
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run folder was made with, with overrides.
-
-    Raises:
-        UserError: there is no such run, or an override is wrong.
-    """
+    """The configuration that a run folder was made with, with overrides."""
     saved = saved_in_run(run_dir)
     register(saved, overrides)
     composed = dataclasses.replace(compose(SAVED, overrides, [CONFIGS]), config_name=saved.name, saved=saved.file)
@@ -87,14 +83,7 @@ def save_checkpoint(state: dict[str, Any], folder: Path, step: int, *, keep: int
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The complete state of a checkpoint, on the CPU, in one process.
-
-    Args:
-        path: the checkpoint's folder.
-
-    Raises:
-        UserError: see `checkpoint.open_checkpoint`.
-    """
+    """The complete state of a checkpoint's folder, on the CPU, in one process."""
     opened = checkpoint.open_checkpoint(path)
     into = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in opened.specs.items()}
     opened.read(into)

@@ -248,13 +248,11 @@ SETS_BK = (torch.arange(BATCH * CLASSES) % 7 % 3 == 0).double().reshape(BATCH, C
 def test_the_asymmetric_loss_is_timms(positive: float, negative: float, margin: float) -> None:
     own = AsymmetricLoss(gamma_positive=positive, gamma_negative=negative, margin=margin)
     theirs = AsymmetricLossMultiLabel(negative, positive, margin)
-    logits_BK, same_BK = logits().requires_grad_(), logits().requires_grad_()
-    loss = own(logits_BK, Targets(SETS_BK))
+    loss, gradient = value_and_gradient(lambda x: own(x, Targets(SETS_BK)), logits())
     # timm computes in float32.
-    expected = theirs(same_BK, SETS_BK)
+    expected, its_gradient = value_and_gradient(lambda x: theirs(x, SETS_BK), logits())
     torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=1e-6)
-    gradients = torch.autograd.grad(loss, logits_BK), torch.autograd.grad(expected, same_BK)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, its_gradient, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own.each(logits(), SETS_BK).mean(), loss)
 
 
@@ -279,14 +277,14 @@ def test_present_classes_weigh_where_images_have_several_labels(name: str, kind:
     assert made.positive_K is not None
     # A class of all images, and one of none.
     assert made.positive_K.tolist() == pytest.approx([1.0, 7.0, 0.01, 8.0, 1.0, 1.0])
-    logits_BK, same_BK = logits().requires_grad_(), logits().requires_grad_()
     weights_K = made.positive_K.double()
     plain = made if name == "bce" else AsymmetricLoss(0.0, "mean", None, made.positive_K, 0.0, 0.0, 0.0)
-    loss = plain(logits_BK, Targets(SETS_BK))
-    expected = F.binary_cross_entropy_with_logits(same_BK, SETS_BK, pos_weight=weights_K)
+    loss, gradient = value_and_gradient(lambda x: plain(x, Targets(SETS_BK)), logits())
+    expected, its_gradient = value_and_gradient(
+        lambda x: F.binary_cross_entropy_with_logits(x, SETS_BK, pos_weight=weights_K), logits()
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    gradients = torch.autograd.grad(loss, logits_BK), torch.autograd.grad(expected, same_BK)
-    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(gradient, its_gradient, rtol=1e-7, atol=1e-9)
     mixed = Targets(SETS_BK, SETS_BK.roll(1, 0), 0.3)
     torch.testing.assert_close(FusedLoss(plain, backend="eager")(logits(), mixed), plain(logits(), mixed))
 

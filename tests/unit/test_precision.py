@@ -102,46 +102,36 @@ def test_tf32_rounds_products() -> None:
     assert errors["fp32"] < 2e-6 < 1e-4 < errors["tf32"] < 2e-3
 
 
+EMULATED, SKIP = "precision.fp8_emulate=true", "precision.fp8_skip=[head,blocks.1]"
+
+
 class TestFloat8:
     @pytest.fixture(autouse=True)
     def torchao(self) -> None:
         pytest.importorskip("torchao")
 
-    def network(
-        self,
-        recipe: str,
-        *,
-        emulate: bool = True,
-        device: torch.device = CPU,
-        skip: str = "head,blocks.1",
-        depth: int = 2,
-    ) -> nn.Module:
-        config = config_of(
-            "precision=fp8", f"precision.fp8_recipe={recipe}", f"precision.fp8_emulate={str(emulate).lower()}",
-            f"precision.fp8_skip=[{skip}]",
-        )  # fmt: skip
-        network = self.plain(depth).to(device)
-        assert build.apply_precision(config, network, device) is None
+    def network(self, *overrides: str, depth: int = 2) -> nn.Module:
+        network = self.plain(depth)
+        assert build.apply_precision(config_of("precision=fp8", *overrides), network, CPU) is None
         return network
 
     def plain(self, depth: int = 2) -> nn.Module:
         torch.manual_seed(0)
-        switches = build.switches(config_of(), CPU)
         config = config_of(f"model.depth={depth}", "model.class_token=true")
-        network = build.model(config, 10, switches)
+        network = build.model(config, 10, build.switches(config_of(), CPU))
         for value in network.parameters():
             value.data.add_(torch.randn_like(value) * 0.1)
         return network
 
+    def replaced(self, network: nn.Module) -> set[str]:
+        return {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
+
     @pytest.mark.slow
     @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
     def test_what_is_replaced_and_how_much_it_rounds(self, recipe: str) -> None:
-        from torchao.float8.float8_linear import Float8Linear
-
-        network, plain = self.network(recipe), self.plain()
-        found = {name for name, module in network.named_modules() if isinstance(module, Float8Linear)}
+        network, plain = self.network(EMULATED, f"precision.fp8_recipe={recipe}", SKIP), self.plain()
         inner = ("attention.query", "attention.key", "attention.value", "attention.projection", "mlp.fc1", "mlp.fc2")
-        assert found == {f"blocks.0.{name}" for name in inner}
+        assert self.replaced(network) == {f"blocks.0.{name}" for name in inner}
         # Checkpoints keep the reference layout.
         assert_same_bits(network.state_dict(), plain.state_dict())
         images, outs, gradients = torch.randn(8, 3, 16, 16), [], []
@@ -154,21 +144,18 @@ class TestFloat8:
             # e4m3 has 4 bits of significand: an error of 2^-4 at most per factor, a few per cent over a sum.
             assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3
 
-    def replaced(self, skip: str) -> set[str]:
-        from torchao.float8.float8_linear import Float8Linear
-
-        network = self.network("tensorwise", skip=skip, depth=11)
-        return {name for name, module in network.named_modules() if isinstance(module, Float8Linear)}
+    def with_skipped(self, skip: str) -> set[str]:
+        return self.replaced(self.network(EMULATED, f"precision.fp8_skip=[head,{skip}]", depth=11))
 
     @pytest.mark.slow
     def test_a_skipped_name_is_that_of_one_module_and_a_pattern_of_several(self) -> None:
-        everything = self.replaced("head,pooling")
+        everything = self.with_skipped("pooling")
         assert {name.split(".")[1] for name in everything} == {str(block) for block in range(11)}
         in_second = {name for name in everything if name.startswith("blocks.1.")}
         assert len(in_second) == 6
-        assert everything - self.replaced("head,blocks.1") == in_second
+        assert everything - self.with_skipped("blocks.1") == in_second
         projections = {name for name in everything if name.endswith("attention.projection")}
-        assert everything - self.replaced("head,*.projection") == projections
+        assert everything - self.with_skipped("*.projection") == projections
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("given", "suggested"), [("haed", "head"), ("blocks.99", "blocks.9")])
@@ -176,7 +163,7 @@ class TestFloat8:
         with pytest.raises(
             UserError, match=rf"precision.fp8_skip: {given} names nothing .* did you mean {suggested}\?"
         ):
-            self.replaced(given)
+            self.with_skipped(given)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -192,7 +179,7 @@ class TestFloat8:
 
         monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
         monkeypatch.setattr("pycls_fast.parallel.precision.need_cuda", lambda *asked: None)
-        network, plain = self.network(recipe, emulate=False), self.plain()
+        network, plain = self.network(f"precision.fp8_recipe={recipe}", SKIP), self.plain()
         images, gradients = torch.randn(3, 3, 16, 16), []
         for model in (network, plain):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -203,25 +190,21 @@ class TestFloat8:
 
     def test_pooling_stays_out(self) -> None:
         """Its query is one token, the inputs of its MLP one for each image."""
-        overrides = ["precision=fp8", "precision.fp8_emulate=true", "model.classifier=map", "speed=reference"]
-        config = config_of(*overrides)
+        config = config_of("precision=fp8", EMULATED, "model.classifier=map", "speed=reference")
         network = build.model(config, 10, build.switches(config, CPU))
         build.apply_precision(config, network, CPU)
-        found = {name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"}
-        assert {name.split(".")[0] for name in found} == {"blocks"}
+        assert {name.split(".")[0] for name in self.replaced(network)} == {"blocks"}
 
     @pytest.mark.parametrize(
         ("overrides", "line"),
         [
             ([], r"^precision: fp8 needs CUDA .*amp_bf16"),
             (
-                ["precision.fp8_emulate=true", "precision.fp8_skip=['*']"],
+                [EMULATED, "precision.fp8_skip=['*']"],
                 r"^precision: fp8 found no linear layer .*; use precision=amp_bf16$",
             ),
         ],
     )
     def test_what_has_no_float8(self, overrides: list[str], line: str) -> None:
-        config = config_of("precision=fp8", "speed=reference", *overrides)
-        network = build.model(config, 10, build.switches(config, CPU))
         with pytest.raises(UserError, match=line):
-            build.apply_precision(config, network, CPU)
+            self.network(*overrides)

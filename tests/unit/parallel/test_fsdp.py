@@ -18,11 +18,12 @@ from pycls_fast import build
 from pycls_fast.errors import UserError
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
+from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import local
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import make_mesh
-from pycls_fast.parallel.parallel_model import StrategySettings
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import wrap_model
 from pycls_fast.plan.operators import LiveMemory
@@ -103,6 +104,14 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
     assert_same_bits(*ends)
 
 
+def sharded(world: World, *overrides: str) -> tuple[Network, ParallelModel]:
+    """The network, and how it is called."""
+    config = config_of(*TINY, *overrides)
+    switches = build.switches(config, CPU)
+    network = build.model(config, 10, switches, empty=True)
+    return network, build.wrap(config, network, world, switches)
+
+
 @pytest.mark.parametrize("gathers_again", [True, False])
 def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gathers_again: bool) -> None:
     """ZeRO-3 and ZeRO-2 compute the same: only where the weights are tells them apart.
@@ -110,9 +119,7 @@ def test_gathered_weights_stay_until_the_backward_pass_or_not(world: World, gath
     The last block's are needed again at once.
     """
     own = f"parallel.reshard_after_forward={str(gathers_again).lower()}"
-    config = config_of(*TINY, "data.image_size=8", own)
-    network = build.model(config, 10, build.switches(config, CPU), empty=True)
-    wrapped = build.wrap(config, network, world, build.switches(config, CPU))
+    network, wrapped = sharded(world, "data.image_size=8", own)
     blocks = [unit for _, unit in network.units()]
 
     def cut(blocks: Sequence[nn.Module] = blocks) -> set[bool]:
@@ -131,9 +138,7 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
     """Norms that stay float32 among 16-bit weights included: one gather for a unit."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
 
-    config = config_of(*TINY, "model.depth=4", "precision=fp16_master")
-    network = build.model(config, 10, build.switches(config, CPU), empty=True)
-    wrapped = build.wrap(config, network, world, build.switches(config, CPU))
+    network, wrapped = sharded(world, "model.depth=4", "precision=fp16_master", "data.image_size=8")
     names = [name for name, _ in network.units()]
     gathered: list[int] = []
     unshard = torchs.FSDPParamGroup.unshard
@@ -145,9 +150,8 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
             gathered.append(names.index(group._module_fqn) if group._module_fqn else -1)
 
     monkeypatch.setattr(torchs.FSDPParamGroup, "unshard", note)
-    size = config.data.image_size
     with wrapped.exchange(True):
-        loss = wrapped.forward(torch.randn(2, 3, *size)).sum()
+        loss = wrapped.forward(torch.randn(2, 3, 8, 8)).sum()
         forward, gathered[:] = gathered[:], []
         loss.backward()
     # What is around the units is gathered first, and stays; so does the last unit.
