@@ -10,7 +10,7 @@ import argparse
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,18 @@ def refused(network: nn.Module, source: Path | str, line: str) -> None:
         load(network, source)
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def saved(theirs: nn.Module | Mapping[str, Any], name: str = "model.pth") -> str:
+    """The file of a module's weights, or of what else a project saves."""
+    torch.save(dict(theirs.state_dict()) if isinstance(theirs, nn.Module) else theirs, name)
+    return name
+
+
 def assert_same(ours: nn.Module, theirs: Callable[[Tensor], Tensor], size: int | tuple[int, int] = SIZE) -> None:
     batch = torch.randn(3, 3, *Size.of(size), dtype=torch.float64)
     with torch.no_grad():
@@ -80,23 +92,21 @@ def assert_same(ours: nn.Module, theirs: Callable[[Tensor], Tensor], size: int |
 
 
 @pytest.mark.slow
-def test_torchvision_files_of_today_and_of_before_0_13(tmp_path: Path) -> None:
+def test_torchvision_files_of_today_and_of_before_0_13() -> None:
     theirs = torchvision.models.VisionTransformer(SIZE, PATCH, DEPTH, HEADS, WIDTH, 4 * WIDTH, num_classes=CLASSES)
     randomise(theirs).eval()
     old = {
         name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): tensor
         for name, tensor in theirs.state_dict().items()
     }
-    for name, state in (("new", dict(theirs.state_dict())), ("old", old)):
-        torch.save(state, tmp_path / f"{name}.pth")
+    for state in (theirs, old):
         ours = small()
-        load(ours, tmp_path / f"{name}.pth")
+        load(ours, saved(state))
         assert_same(ours, theirs)
     resnet = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
     without_counters = {k: v for k, v in resnet.state_dict().items() if not k.endswith("num_batches_tracked")}
-    torch.save(without_counters, tmp_path / "resnext.pth")
     ours_resnet = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
-    load(ours_resnet, tmp_path / "resnext.pth")
+    load(ours_resnet, saved(without_counters))
     assert_same(ours_resnet, resnet)
 
 
@@ -165,50 +175,39 @@ JAX: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "theirs_kwargs", "form", "ours_kwargs"), JAX, ids=[row[0] for row in JAX])
 def test_google_npz(
-    tmp_path: Path, name: str, theirs_kwargs: dict[str, Any], form: dict[str, Any], ours_kwargs: dict[str, Any]
+    name: str, theirs_kwargs: dict[str, Any], form: dict[str, Any], ours_kwargs: dict[str, Any]
 ) -> None:
     theirs = small_timm(**theirs_kwargs)
-    np.savez(tmp_path / "vit.npz", **jax_arrays(theirs, **form))
+    np.savez("vit.npz", **jax_arrays(theirs, **form))
     # timm reads the file the same way, so that the names are the source's.
     reader: Any = small_timm(**theirs_kwargs)
     nn.init.zeros_(reader.head.weight)
-    reader.load_pretrained(str(tmp_path / "vit.npz"))
+    reader.load_pretrained("vit.npz")
     assert_same(reader, theirs)
     ours = small(**ours_kwargs)
-    fitted = load(ours, tmp_path / "vit.npz")
+    fitted = load(ours, "vit.npz")
     assert set(fitted.loaded) == set(ours.state_dict())
     assert_same(ours, theirs)
 
 
-def test_deit_pth_takes_the_average_and_arguments_are_no_code(tmp_path: Path) -> None:
+def test_deit_pth_takes_the_average_and_arguments_are_no_code() -> None:
     """As DeiT's main.py saves it: model, optimizer, scheduler, epoch, average, scaler and the parsed arguments."""
     theirs, worse = small_timm(), small_timm()
     nn.init.normal_(worse.head.weight)
     arguments = argparse.Namespace(lr=5e-4, output_dir=Path("runs"), clip_grad=None, data_set="IMNET")
-    torch.save(
-        {
-            "model": worse.state_dict(),
-            "model_ema": theirs.state_dict(),
-            "optimizer": {"state": {}, "param_groups": []},
-            "epoch": 299,
-            "scaler": {},
-            "best": np.float64(79.8),
-            "args": arguments,
-        },
-        tmp_path / "checkpoint.pth",
-    )
+    weights = {"model": worse.state_dict(), "model_ema": theirs.state_dict()}
+    others = {"optimizer": {"state": {}, "param_groups": []}, "epoch": 299, "scaler": {}, "best": np.float64(79.8)}
     ours = small()
-    assert load(ours, tmp_path / "checkpoint.pth").part == "model_ema"
+    assert load(ours, saved({**weights, **others, "args": arguments})).part == "model_ema"
     assert_same(ours, theirs)
 
 
-def test_deit3_pth(tmp_path: Path) -> None:
+def test_deit3_pth() -> None:
     theirs = small_timm(init_values=0.1, no_embed_class=True)
     state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in theirs.state_dict().items()}
     assert "blocks.0.gamma_1" in state
-    torch.save({"model": state}, tmp_path / "deit_3.pth")
     ours = small(layer_scale=1.0, position_tokens="patches")
-    assert set(load(ours, tmp_path / "deit_3.pth").loaded) == set(ours.state_dict())
+    assert set(load(ours, saved({"model": state})).loaded) == set(ours.state_dict())
     assert_same(ours, theirs)
 
 
@@ -219,23 +218,22 @@ def mae_decoder() -> dict[str, Tensor]:
     return decoder
 
 
-def test_mae_pth_of_pre_training_and_of_fine_tuning(tmp_path: Path) -> None:
+def test_mae_pth_of_pre_training_and_of_fine_tuning() -> None:
     # Fine-tuned: the mean over the patches, then fc_norm; the class token goes through the blocks.
     theirs = small_timm(global_pool="avg")
     assert "fc_norm.weight" in theirs.state_dict()
-    torch.save({"model": theirs.state_dict(), "args": argparse.Namespace(blr=5e-4)}, tmp_path / "finetuned.pth")
+    finetuned = saved({"model": theirs.state_dict(), "args": argparse.Namespace(blr=5e-4)})
     kind = {"class_token": True, "classifier": "pooled"}
     ours = small(**kind)
-    load(ours, tmp_path / "finetuned.pth")
+    load(ours, finetuned)
     assert_same(ours, theirs)
-    refused(small(), tmp_path / "finetuned.pth", r"final norm elsewhere than the model; use model\.classifier=pooled")
+    refused(small(), finetuned, r"final norm elsewhere than the model; use model\.classifier=pooled")
     # Pre-trained: no head, a decoder, and a norm that was trained on every token.
     encoder = {k: v for k, v in small_timm().state_dict().items() if not k.startswith("head")}
-    torch.save({"model": encoder | mae_decoder()}, tmp_path / "pretrained.pth")
     torch.manual_seed(0)
     ours = small(**kind)
     before = {k: v.clone() for k, v in ours.state_dict().items()}
-    fitted = load(ours, tmp_path / "pretrained.pth")
+    fitted = load(ours, saved({"model": encoder | mae_decoder()}))
     assert fitted.fresh.keys() == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
     assert fitted.left_out.keys() == mae_decoder().keys()
     for name, value in ours.state_dict().items():
@@ -290,7 +288,7 @@ class PyclsVit(torchvision.models.VisionTransformer):
     ("stem", "branch"),
     [("patchify", "main"), ("conv", "main"), ("conv", "vitconfigs"), ("conv", "vitconfigs_os")],
 )
-def test_pycls_vit_pyth(tmp_path: Path, stem: str, branch: str, token: bool) -> None:
+def test_pycls_vit_pyth(stem: str, branch: str, token: bool) -> None:
     """The other branches' tokens are behind the samples; vitconfigs has its own `MultiheadSelfAttention`."""
     theirs = PyclsVit(conv=stem == "conv", token=token)
     state = theirs.state()
@@ -304,10 +302,9 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, branch: str, token: bool) -> 
     worse = {name: tensor + 1 for name, tensor in state.items()}
     checkpoint = {"epoch": 399, "test_err": 20.1, "ema_err": np.float64(19.6), "cfg": "MODEL:\n  TYPE: vit\n"}
     parts = {"model_state": worse, "ema_state": state, "optimizer_state": {"state": {}, "param_groups": []}}
-    torch.save(checkpoint | parts, tmp_path / "model.pyth")
     kind: dict[str, Any] = ({} if token else POOLED) | (CONV_STEM if stem == "conv" else {})
     ours = small(mlp_width=96, **kind)
-    fitted = load(ours, tmp_path / "model.pyth")
+    fitted = load(ours, saved(checkpoint | parts, "model.pyth"))
     assert fitted.part == "ema_state"
     assert not fitted.fresh
     assert not fitted.left_out
@@ -315,18 +312,15 @@ def test_pycls_vit_pyth(tmp_path: Path, stem: str, branch: str, token: bool) -> 
     assert fitted.adapted.pop(first) == "input channels from BGR to RGB"
     assert not fitted.adapted
     assert_same(ours, lambda batch: theirs(batch.flip(1)))
-    torch.save(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, tmp_path / "model.pyth")
-    assert load(ours, tmp_path / "model.pyth").part == "model_state"
+    file = saved(checkpoint | parts | {"ema_err": 21.0, "model_state": state}, "model.pyth")
+    assert load(ours, file).part == "model_state"
     if not token:
-        refused(
-            small(mlp_width=96, **(kind | {"classifier_norm": "after_pool"})),
-            tmp_path / "model.pyth",
-            r"final norm elsewhere .* model\.classifier_norm=before_pool",
-        )
+        after = small(mlp_width=96, **(kind | {"classifier_norm": "after_pool"}))
+        refused(after, file, r"final norm elsewhere .* model\.classifier_norm=before_pool")
 
 
 @pytest.mark.slow
-def test_pycls_resnet_pyth(tmp_path: Path) -> None:
+def test_pycls_resnet_pyth() -> None:
     theirs = randomise(torchvision.models.resnext50_32x4d(num_classes=CLASSES)).eval()
 
     def renamed(name: str) -> str:
@@ -339,9 +333,8 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
 
     state = {renamed(name): tensor for name, tensor in theirs.state_dict().items()}
     assert {"s1.b1.proj.weight", "s1.b1.bn.weight", "s4.b3.f.c_bn.running_var", "stem.bn.bias"} <= set(state)
-    torch.save({"model_state": state, "epoch": 99}, tmp_path / "X-50-32x4d.pyth")
     ours = ResNet(depth=50, groups=32, width_per_group=4, num_classes=CLASSES).double().eval()
-    fitted = load(ours, tmp_path / "X-50-32x4d.pyth")
+    fitted = load(ours, saved({"model_state": state, "epoch": 99}, "X-50-32x4d.pyth"))
     assert fitted.adapted == {"stem.conv.weight": "input channels from BGR to RGB"}
     assert {*fitted.loaded, *fitted.adapted} == set(ours.state_dict())
     assert_same(ours, lambda batch: theirs(batch.flip(1)))
@@ -356,15 +349,13 @@ def test_pycls_resnet_pyth(tmp_path: Path) -> None:
         ("resnet26d", "pool", {"stem": "deep", "shortcut": "conv"}),
     ],
 )
-def test_the_other_shortcut_is_told(
-    tmp_path: Path, theirs: str, needed: str, model: dict[str, Any], classes: int
-) -> None:
+def test_the_other_shortcut_is_told(theirs: str, needed: str, model: dict[str, Any], classes: int) -> None:
     """All names and shapes fit."""
-    torch.save(timm.create_model(theirs, num_classes=CLASSES).state_dict(), tmp_path / "theirs.pth")
+    file = saved(timm.create_model(theirs, num_classes=CLASSES))
     sizes = {**model, "depth": int(theirs[6:8]), "num_classes": classes}
-    line = rf"^weights: .*theirs\.pth was trained with model\.shortcut={needed} .*; use model\.shortcut={needed}$"
-    refused(ResNet(**sizes), tmp_path / "theirs.pth", line)
-    fitted = load(ResNet(**{**sizes, "shortcut": needed}), tmp_path / "theirs.pth")
+    line = rf"^weights: model\.pth was trained with model\.shortcut={needed} .*; use model\.shortcut={needed}$"
+    refused(ResNet(**sizes), file, line)
+    fitted = load(ResNet(**{**sizes, "shortcut": needed}), file)
     assert set(fitted.fresh) == (set() if classes == CLASSES else {"head.weight", "head.bias"})
 
 
@@ -413,26 +404,23 @@ def test_what_no_tensor_shows_is_known_of_timms_hub(
         assert relative_error(ours(batch), theirs.eval()(batch)) < 1e-2
 
 
-def test_heads_of_googles_files_and_settings_of_pycls_are_known(tmp_path: Path) -> None:
+def test_heads_of_googles_files_and_settings_of_pycls_are_known() -> None:
     others = r"trained with model\.heads=3 and the model has 6.*\n.*model\.norm_eps=1e-06 and the model has 1e-05"
     for stacked in (False, True):
-        np.savez(tmp_path / "vit.npz", **jax_arrays(small_timm(), big_vision=False, stacked=stacked))
-        refused(small(heads=6, norm_eps=1e-5), tmp_path / "vit.npz", others)
+        np.savez("vit.npz", **jax_arrays(small_timm(), big_vision=False, stacked=stacked))
+        refused(small(heads=6, norm_eps=1e-5), "vit.npz", others)
     settings = "LN:\n  EPS: 1.0e-06\nMODEL:\n  TYPE: vit\nVIT:\n  NUM_HEADS: 3\n"
-    torch.save({"model_state": PyclsVit(conv=False, token=True).state(), "cfg": settings}, tmp_path / "vit.pyth")
-    refused(small(mlp_width=96, heads=6, norm_eps=1e-5), tmp_path / "vit.pyth", others)
-    load(small(mlp_width=96), tmp_path / "vit.pyth")
+    saved({"model_state": PyclsVit(conv=False, token=True).state(), "cfg": settings}, "vit.pyth")
+    refused(small(mlp_width=96, heads=6, norm_eps=1e-5), "vit.pyth", others)
+    load(small(mlp_width=96), "vit.pyth")
     pooled = {"class_token": True, **POOLED}
     for name, width in (("vit.npz", 4 * WIDTH), ("vit.pyth", 96)):
-        refused(small(mlp_width=width, **pooled), tmp_path / name, r"model\.classifier=token and the model has pooled")
-        assert load(small(mlp_width=width, num_classes=3, **pooled), tmp_path / name).fresh
+        refused(small(mlp_width=width, **pooled), name, r"model\.classifier=token and the model has pooled")
+        assert load(small(mlp_width=width, num_classes=3, **pooled), name).fresh
     settings = "MODEL:\n  TYPE: resnet\nRESNET:\n  STRIDE_1X1: true\n  TRANS_FUN: bottleneck_transform\n"
-    torch.save({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, tmp_path / "resnet.pyth")
-    refused(
-        ResNet(depth=18, num_classes=CLASSES),
-        tmp_path / "resnet.pyth",
-        r"makes maps smaller in its 1x1 convolutions .*; no model here does; choose",
-    )
+    file = saved({"model_state": {"s1.b1.f.a.weight": torch.rand(1)}, "cfg": settings}, "resnet.pyth")
+    line = r"makes maps smaller in its 1x1 convolutions .*; no model here does; choose"
+    refused(ResNet(depth=18, num_classes=CLASSES), file, line)
 
 
 def test_heads_of_torchvisions_hub_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,17 +440,16 @@ def test_heads_of_torchvisions_hub_are_known(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "module.module."])
-def test_timms_files_and_the_names_of_torchs_wrappers(tmp_path: Path, prefix: str) -> None:
+def test_timms_files_and_the_names_of_torchs_wrappers(prefix: str) -> None:
     theirs = small_timm()
     state = {f"{prefix}{name}": tensor.clone() for name, tensor in theirs.state_dict().items()}
     if prefix == "module.module.":
         # An `AveragedModel`, as torchvision's train.py has it.
         state["n_averaged"] = torch.tensor(3)
-    torch.save(state, tmp_path / "wrapped.pth")
-    save_file(state, tmp_path / "wrapped.safetensors")
-    for name in ("wrapped.pth", "wrapped.safetensors"):
+    save_file(state, "wrapped.safetensors")
+    for file in (saved(state), "wrapped.safetensors"):
         ours = small()
-        fitted = load(ours, tmp_path / name)
+        fitted = load(ours, file)
         assert (fitted.adapted, fitted.fresh, fitted.left_out) == ({}, {}, {})
         assert set(fitted.loaded) == set(ours.state_dict())
         assert_same(ours, theirs)
@@ -490,11 +477,10 @@ def test_timms_files_and_the_names_of_torchs_wrappers(tmp_path: Path, prefix: st
     ],
 )
 def test_positions_are_interpolated_as_timm_does(
-    tmp_path: Path, before: Any, after: Any, known: bool, theirs_kwargs: Any, ours_kwargs: Any, extra: int
+    before: Any, after: Any, known: bool, theirs_kwargs: Any, ours_kwargs: Any, extra: int
 ) -> None:
     theirs = small_timm(img_size=before, **theirs_kwargs)
-    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
-    ours, read = small(image_size=after, **ours_kwargs), pretrained.read_weights(str(tmp_path / "model.pth"))
+    ours, read = small(image_size=after, **ours_kwargs), pretrained.read_weights(saved(theirs))
     fitted = pretrained.fit(replace(read, image_size=Size(*before) if known else None), ours)
     old, new = ([side // PATCH for side in size] for size in (before, after))
     assert fitted.adapted == {"positions.value": f"interpolated from {old[0]} x {old[1]} to {new[0]} x {new[1]}"}
@@ -506,30 +492,25 @@ def test_positions_are_interpolated_as_timm_does(
     assert_same(ours, theirs, after)
 
 
-def test_positions_of_tokens_move_where_the_other_model_keeps_them(tmp_path: Path) -> None:
+def test_positions_of_tokens_move_where_the_other_model_keeps_them() -> None:
     theirs = small_timm(reg_tokens=2)
-    torch.save(dict(theirs.state_dict()), tmp_path / "all.pth")
     ours = small(registers=2, position_tokens="patches")
-    fitted = load(ours, tmp_path / "all.pth")
+    fitted = load(ours, saved(theirs))
     assert fitted.adapted.keys() == {"class_token.value", "registers.value", "positions.value"}
     assert_same(ours, theirs)
     theirs = small_timm(no_embed_class=True)
-    torch.save(dict(theirs.state_dict()), tmp_path / "patches.pth")
     ours = small()
-    assert "zeros in front" in load(ours, tmp_path / "patches.pth").adapted["positions.value"]
+    assert "zeros in front" in load(ours, saved(theirs)).adapted["positions.value"]
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(("side", "position_tokens"), [(3, "patches"), (2, "all")])
-def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(
-    tmp_path: Path, side: int, position_tokens: str
-) -> None:
+def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(side: int, position_tokens: str) -> None:
     """Nine rows are those of 3 x 3 patches, or of 2 x 2 patches and five tokens."""
     theirs = small_timm(img_size=side * PATCH, reg_tokens=4, no_embed_class=position_tokens == "patches")
     assert theirs.pos_embed.shape[1] == 9
-    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
     ours = small(image_size=side * PATCH, registers=4, position_tokens=position_tokens)
-    assert not load(ours, tmp_path / "model.pth").adapted
+    assert not load(ours, saved(theirs)).adapted
     assert_same(ours, theirs, side * PATCH)
 
 
@@ -555,16 +536,15 @@ def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(
     ],
 )
 def test_positions_of_tokens_that_one_side_has_alone(
-    tmp_path: Path, size: int, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], allow: str, said: str
+    size: int, theirs_kwargs: dict[str, Any], ours_kwargs: dict[str, Any], allow: str, said: str
 ) -> None:
     theirs = small_timm(**theirs_kwargs)
-    torch.save(dict(theirs.state_dict()), tmp_path / "model.pth")
     ours = small(image_size=size, num_classes=3, **ours_kwargs)
     with pytest.raises(UserError) as caught:
-        load(ours, tmp_path / "model.pth")
+        load(ours, saved(theirs))
     assert "positions.value" not in str(caught.value)
     assert ("model.class_token=true" in str(caught.value)) == ("classifier" in ours_kwargs)
-    fitted = load(ours, tmp_path / "model.pth", *allow.split())
+    fitted = load(ours, saved(theirs), *allow.split())
     assert said in fitted.adapted["positions.value"]
     side, extra = size // PATCH, ours.extra_tokens if ours.position_tokens == "all" else 0
     expected = resample_abs_pos_embed(theirs.pos_embed, [side, side], num_prefix_tokens=theirs.num_prefix_tokens)[0]
@@ -578,55 +558,46 @@ def test_positions_of_tokens_that_one_side_has_alone(
 
 
 @pytest.mark.slow
-def test_weights_for_gray_images_take_rgb(tmp_path: Path) -> None:
+def test_weights_for_gray_images_take_rgb() -> None:
     gray = torch.randn(3, 1, SIZE, SIZE, dtype=torch.float64)
     theirs = small_timm(in_chans=1)
-    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
     resnet = randomise(timm.create_model("resnet18d", num_classes=CLASSES, in_chans=1)).eval()
-    torch.save(dict(resnet.state_dict()), tmp_path / "resnet.pth")
     deep = ResNet(depth=18, stem="deep", shortcut="pool", num_classes=CLASSES)
-    for network, file, same, name in (
-        (small(), "vit.pth", theirs, "stem.projection.weight"),
-        (deep, "resnet.pth", resnet, "stem.deep.0.conv.weight"),
-    ):
-        fitted = load(network, tmp_path / file)
+    for network, same, name in ((small(), theirs, "stem.projection.weight"), (deep, resnet, "stem.deep.0.conv.weight")):
+        fitted = load(network, saved(same))
         assert fitted.adapted == {name: "1 input channel shared among 3"}
         with torch.no_grad():
             found = network.double().eval()(gray.expand(-1, 3, -1, -1))
             # A third of a weight is rounded to float32.
             torch.testing.assert_close(found, same.double()(gray), rtol=1e-5, atol=1e-5)
-    torch.save(dict(small_timm(in_chans=4).state_dict()), tmp_path / "four.pth")
-    refused(small(), tmp_path / "four.pth", r"other shapes: stem\.projection\.weight")
+    refused(small(), saved(small_timm(in_chans=4)), r"other shapes: stem\.projection\.weight")
 
 
-def test_patch_size_and_classes(tmp_path: Path) -> None:
-    theirs = small_timm()
-    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
+def test_patch_size_and_classes() -> None:
     ours = small(patch_size=16, num_classes=3)
     before = ours.head.weight.clone()
-    fitted = load(ours, tmp_path / "vit.pth")
+    fitted = load(ours, saved(small_timm()))
     assert fitted.adapted.keys() == {"positions.value", "stem.projection.weight"}
     assert fitted.fresh == dict.fromkeys(("head.weight", "head.bias"), "3 classes, 7 classes in the file")
     assert torch.equal(ours.head.weight, before)
 
 
-def test_what_does_not_fit_is_an_error_unless_allowed_by_name(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_an_error_unless_allowed_by_name() -> None:
     theirs = small_timm(init_values=0.1)
-    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
-    refused(small(), tmp_path / "vit.pth", r"unexpected: blocks.0.scale1.value, .*\n.*weights_allow")
-    fitted = load(small(), tmp_path / "vit.pth", "*.scale?.value")
+    file = saved(theirs)
+    refused(small(), file, r"unexpected: blocks.0.scale1.value, .*\n.*weights_allow")
+    fitted = load(small(), file, "*.scale?.value")
     assert set(fitted.left_out.values()) == {"allowed"}
     missing = r"missing: blocks.0.attention.query_norm.weight, .* and 5 more"
-    refused(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth", missing)
-    fitted = load(small(qk_norm=True, layer_scale=0.1), tmp_path / "vit.pth", "*_norm.*")
+    refused(small(qk_norm=True, layer_scale=0.1), file, missing)
+    fitted = load(small(qk_norm=True, layer_scale=0.1), file, "*_norm.*")
     assert len(fitted.fresh) == 8
     shapes = r"other shapes: stem.projection.weight \(48, 3, 8, 8\) for \(24, 3, 8, 8\)"
-    refused(small(width=24, layer_scale=0.1), tmp_path / "vit.pth", shapes)
+    refused(small(width=24, layer_scale=0.1), file, shapes)
     # More rows for the token than there are.
-    torch.save({**theirs.state_dict(), "cls_token": torch.rand(1, 1, 20 * WIDTH)}, tmp_path / "long.pth")
-    refused(small(layer_scale=0.1), tmp_path / "long.pth", r"other shapes: class_token\.value \(960,\) for \(48,\)")
-    torch.save({"a": torch.rand(2)}, tmp_path / "other.pth")
-    refused(small(), tmp_path / "other.pth", "is of an unknown kind; its first names are a")
+    longer = saved({**theirs.state_dict(), "cls_token": torch.rand(1, 1, 20 * WIDTH)})
+    refused(small(layer_scale=0.1), longer, r"other shapes: class_token\.value \(960,\) for \(48,\)")
+    refused(small(), saved({"a": torch.rand(2)}), "is of an unknown kind; its first names are a")
 
 
 @pytest.mark.parametrize("name", ["convnext_atto", "efficientnet_b0", "swin_tiny_patch4_window7_224", "gernet_s"])
@@ -642,29 +613,28 @@ def test_other_models_of_timm_are_not_taken_for_ours(name: str) -> None:
 
 @pytest.mark.parametrize("network", [small, lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=3)])
 @pytest.mark.parametrize("prefix", ["", "vit."])
-def test_the_form_of_transformers_is_refused(tmp_path: Path, network: Callable[[], Network], prefix: str) -> None:
+def test_the_form_of_transformers_is_refused(network: Callable[[], Network], prefix: str) -> None:
     names = ("embeddings.cls_token", "encoder.layer.0.attention.output.dense.weight", "layernorm.weight")
-    torch.save({f"{prefix}{name}": torch.rand(2) for name in names}, tmp_path / "dino.pth")
-    line = r"dino\.pth is in the form of Hugging Face's transformers; use timm's \(timm:N"
-    refused(network(), tmp_path / "dino.pth", line)
+    line = r"model\.pth is in the form of Hugging Face's transformers; use timm's \(timm:N"
+    refused(network(), saved({f"{prefix}{name}": torch.rand(2) for name in names}), line)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read() -> None:
     class Code:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return print, ("ran",)
 
-    torch.save({"model": small().state_dict(), "hook": Code()}, tmp_path / "code.pth")
-    refused(small(), str(tmp_path / "code.pth"), r"code.pth is no file of only tensors and plain values, .*print")
-    (tmp_path / "text.pth").write_text("# a script, or the text that a server sends instead of a file")
-    refused(small(), str(tmp_path / "text.pth"), r"^weights: .*text.pth is no file of only tensors")
+    code = saved({"model": small().state_dict(), "hook": Code()})
+    refused(small(), code, r"model.pth is no file of only tensors and plain values, .*print")
+    Path("text.pth").write_text("# a script, or the text that a server sends instead of a file")
+    refused(small(), "text.pth", r"^weights: .*text.pth is no file of only tensors")
     for name in ("half.pth", "half.npz", "half.safetensors"):
-        (tmp_path / name).write_bytes(b"half a file")
-        refused(small(), str(tmp_path / name), f"weights: .*{name}")
-    torch.save([1, 2], tmp_path / "list.pth")
-    refused(small(), str(tmp_path / "list.pth"), "it holds a list, not weights by name")
+        Path(name).write_bytes(b"half a file")
+        refused(small(), name, f"weights: .*{name}")
+    torch.save([1, 2], "list.pth")
+    refused(small(), "list.pth", "it holds a list, not weights by name")
     for source, line in (
-        (str(tmp_path / "none.pth"), "is not a file"),
+        ("none.pth", "is not a file"),
         ("timm:resnet51x", "timm has no weights resnet51x; did you mean resnet51q"),
         ("torchvision:resnet50.IMAGENET1K_V9", "has no weights resnet50.IMAGENET1K_V9"),
     ):
@@ -711,31 +681,28 @@ def test_a_hub_that_drops_packets_is_waited_for_once(monkeypatch: pytest.MonkeyP
     answers.set()
 
 
-def test_timms_own_models_take_timms_files(tmp_path: Path) -> None:
+def test_timms_own_models_take_timms_files() -> None:
     theirs = randomise(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES, depth=2)).eval()
-    torch.save(dict(theirs.state_dict()), tmp_path / "vit.pth")
     name, options = "vit_tiny_patch16_224", {"depth": 2}
     ours = TimmNetwork(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
-    load(ours, tmp_path / "vit.pth")
+    load(ours, saved(theirs))
     assert_same(ours, theirs, 64)
     # Another size and classes, as timm's own functions have it.
     ours = TimmNetwork(name=name, num_classes=3, image_size=96, options=options).double().eval()
-    fitted = load(ours, tmp_path / "vit.pth")
+    fitted = load(ours, saved(theirs))
     assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
     assert fitted.adapted == {"network.pos_embed": "resized by timm from (1, 17, 192) to (1, 37, 192)"}
     expected = resample_abs_pos_embed(theirs.pos_embed, [6, 6])
     assert torch.equal(ours.network.pos_embed, expected)
-    torch.save({**theirs.state_dict(), "extra": torch.rand(1)}, tmp_path / "extra.pth")
-    refused(ours, tmp_path / "extra.pth", r"unexpected: network\.extra")
+    refused(ours, saved({**theirs.state_dict(), "extra": torch.rand(1)}), r"unexpected: network\.extra")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
-def test_weights_of_another_model_than_timms_are_told(tmp_path: Path, name: str) -> None:
+def test_weights_of_another_model_than_timms_are_told(name: str) -> None:
     """Filters of timm's raise what they like on another model's file."""
     with torch.device("meta"):
         ours = TimmNetwork(name=name, num_classes=5, options={"depth": 2} if "beit" in name else {})
-    for index, state in enumerate((timm.create_model("resnet18").state_dict(), small_timm().state_dict())):
-        torch.save(dict(state), tmp_path / f"{index}.pth")
-        with pytest.raises(UserError, match=rf"^weights: .*{index}\.pth .* does not fit the model: missing: network\."):
-            pretrained.fit(pretrained.read_weights(str(tmp_path / f"{index}.pth")), ours)
+    for theirs in (timm.create_model("resnet18"), small_timm()):
+        with pytest.raises(UserError, match=r"^weights: model\.pth .* does not fit the model: missing: network\."):
+            pretrained.fit(pretrained.read_weights(saved(theirs)), ours)
