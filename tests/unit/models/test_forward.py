@@ -6,6 +6,7 @@ Channels-last really is channels-last, from the images to the gradients, and con
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,28 +24,21 @@ from tests.unit.models.conftest import draw
 Model = VisionTransformer | ResNet
 
 
-def resnet(**kwargs: Any) -> ResNet:
-    return ResNet(**{"depth": 18, "num_classes": 7} | kwargs)
-
-
+resnet = partial(ResNet, num_classes=7)
 MODELS: dict[str, Callable[..., Model]] = {
     "vit": small_vit,
-    "vit-sdpa": lambda **kwargs: small_vit(**kwargs, attention="sdpa"),
-    "vit-pooled-sincos2d": lambda **kwargs: small_vit(**kwargs, classifier="pooled", positions="sincos2d"),
-    "vit-conv-stem": lambda **kwargs: small_vit(
-        **kwargs, stem="conv", stem_widths=(6, 8, 12), stem_strides=(2, 2, 2), layer_scale=0.3
+    "vit-sdpa": partial(small_vit, attention="sdpa"),
+    "vit-pooled-sincos2d": partial(small_vit, classifier="pooled", positions="sincos2d"),
+    "vit-conv-stem": partial(small_vit, stem="conv", stem_widths=(6, 8, 12), stem_strides=(2, 2, 2), layer_scale=0.3),
+    "vit-map": partial(
+        small_vit, classifier="map", registers=2, qk_norm=True, position_tokens="patches", attention="sdpa"
     ),
-    "vit-map": lambda **kwargs: small_vit(
-        **kwargs, classifier="map", registers=2, qk_norm=True, position_tokens="patches", attention="sdpa"
+    "vit-mean-with-token": partial(
+        small_vit, classifier="pooled", class_token=True, classifier_norm="before_pool", pre_logits=20
     ),
-    "vit-mean-with-token": lambda **kwargs: small_vit(
-        **kwargs, classifier="pooled", class_token=True, classifier_norm="before_pool", pre_logits=20
-    ),
-    "resnet18": lambda **kwargs: resnet(stem="small", **kwargs),
-    "resnet50d": lambda **kwargs: resnet(
-        depth=50, stem="deep", shortcut="pool", groups=2, width_per_group=16, **kwargs
-    ),
-    "resnet50": lambda **kwargs: resnet(depth=50, **kwargs),
+    "resnet18": partial(resnet, depth=18, stem="small"),
+    "resnet50d": partial(resnet, depth=50, stem="deep", shortcut="pool", groups=2, width_per_group=16),
+    "resnet50": partial(resnet, depth=50),
 }
 BLOCKS = {name: 3 for name in MODELS if name.startswith("vit")} | {"resnet18": 8, "resnet50": 16, "resnet50d": 16}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,27 +30,27 @@ def vit(classifier: str = "token", positions: str = "learned", **kwargs: Any) ->
 
 
 CONV = {"stem": "conv", "stem_widths": (32, 64, 96), "stem_strides": (2, 2, 2)}
+PARTS = {"registers": 3, "layer_scale": 0.1, "qk_norm": True, "pre_logits": 64}
 MODELS: dict[str, Callable[[], VisionTransformer | ResNet | TimmNetwork]] = {
     "vit": vit,
-    "vit-pooled-sincos2d": lambda: vit("pooled", "sincos2d"),
-    "vit-token-sincos2d": lambda: vit("token", "sincos2d"),
-    "vit-conv-stem": lambda: vit(**CONV),
-    "vit-distilled": lambda: vit("token", distillation_token=True),
-    "vit-all-parts": lambda: vit("map", registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64),
-    "vit-trunc-normal": lambda: vit(
-        "map", class_token=True, registers=3, layer_scale=0.1, qk_norm=True, pre_logits=64, init="trunc_normal"
+    "vit-pooled-sincos2d": partial(vit, "pooled", "sincos2d"),
+    "vit-token-sincos2d": partial(vit, "token", "sincos2d"),
+    "vit-conv-stem": partial(vit, **CONV),
+    "vit-distilled": partial(vit, distillation_token=True),
+    "vit-all-parts": partial(vit, "map", **PARTS),
+    "vit-trunc-normal": partial(vit, "map", class_token=True, **PARTS, init="trunc_normal"),
+    "vit-trunc-normal-conv-stem": partial(vit, **CONV, init="trunc_normal"),
+    "vit-trunc-normal-experts": partial(vit, experts=Experts(count=4), init="trunc_normal"),
+    "vit-experts": partial(vit, experts=Experts(count=4)),
+    "resnet18": partial(ResNet, depth=18, num_classes=10),
+    "resnext50d": partial(
+        ResNet, depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool",
+        zero_init_last_gamma=True,
     ),
-    "vit-trunc-normal-conv-stem": lambda: vit(**CONV, init="trunc_normal"),
-    "vit-trunc-normal-experts": lambda: vit(experts=Experts(count=4), init="trunc_normal"),
-    "vit-experts": lambda: vit(experts=Experts(count=4)),
-    "resnet18": lambda: ResNet(depth=18, num_classes=10),
-    "resnext50d": lambda: ResNet(
-        depth=50, num_classes=10, groups=32, width_per_group=4, stem="deep", shortcut="pool", zero_init_last_gamma=True
-    ),
-    "timm-vit": lambda: TimmNetwork(name="vit_tiny_patch16_224", num_classes=10, image_size=32, options={"depth": 2}),
-    "timm-regnet": lambda: TimmNetwork(name="regnety_002", num_classes=10),
-    "resnet50": lambda: ResNet(depth=50, num_classes=10, stem="small", zero_init_last_gamma=False),
-}
+    "timm-vit": partial(TimmNetwork, name="vit_tiny_patch16_224", num_classes=10, image_size=32, options={"depth": 2}),
+    "timm-regnet": partial(TimmNetwork, name="regnety_002", num_classes=10),
+    "resnet50": partial(ResNet, depth=50, num_classes=10, stem="small", zero_init_last_gamma=False),
+}  # fmt: skip
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
