@@ -19,11 +19,12 @@ from pathlib import Path
 
 from pycls_fast.cli import VERBS, find_verb
 
-# Before the forks, so that each try imports nothing.
+# Before the forks, so that each try imports nothing: torch's compiler would leave its folder of caches in the try's.
 for verb in VERBS:
     find_verb(verb)
 for module in ("train", "inference", "ledger.runs", "ledger.compare"):
     importlib.import_module(f"pycls_fast.{module}")
+importlib.import_module("torch._dynamo")
 
 from tests.faults.families import FAMILIES, Try  # noqa: E402
 from tests.faults.lab import Lab  # noqa: E402

@@ -183,6 +183,7 @@ def _resume(this: Try) -> Outcome:
     return attempt(tool(*this.lab.train, "run_dir=run", "schedule.max_steps=45"), this.folder)
 
 
+_OF_TIMM = ("weights=timm/model.pth", "preprocessing=weights", "data.val_fraction=0.01")
 # What is copied from the lab -> the files of it that are damaged, and who reads them.
 _IMAGES = ("*.JPEG",)
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...]]] = {
@@ -230,9 +231,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
         (
             _train("weights=timm/model.pth", "data.normalization=weights"),
             # Few images: without a size in the file timm's 224 pixels count, which are 12,544 tokens each here.
-            lambda this: _verb(
-                "test", *this.lab.train[1:], "weights=timm/model.pth", "preprocessing=weights", "data.val_fraction=0.01"
-            )(this),
+            lambda this: _verb("test", *this.lab.train[1:], *_OF_TIMM)(this),
         ),
     ),
     "ledger.json": (("*.json",), (_verb("ledger", "report", "ledger.json", "output=page"), _gate)),
@@ -290,10 +289,8 @@ def surroundings(this: Try) -> None:
     arguments = case.prepare(this.lab, this.folder)
     arguments = this.lab.train + tuple(arguments[1:]) if arguments[0] == "train" else tuple(arguments)
     # Three of four: with another oddity, so that cases meet.
-    environment = {
-        **case.environment,
-        **this.draw.choice(({}, {"LC_ALL": "C"}, {"HOME": "/nonexistent"}, {"TMPDIR": "/x"})),
-    }
+    oddity = this.draw.choice(({}, {"LC_ALL": "C"}, {"HOME": "/nonexistent"}, {"TMPDIR": "/x"}))
+    environment = {**case.environment, **oddity}
     outcome = attempt(case.run(*arguments), this.folder, limit=case.limit, setup=case.setup, environment=environment)
     if case.workers_tell:
         outcome = replace(outcome, text=outcome.text.splitlines()[-1] if outcome.text else "")
@@ -305,13 +302,8 @@ def jpegs(this: Try) -> None:
     """Mutants through the decoder in C, compiled with sanitizers for addresses and undefined behaviour."""
     seed, count = this.draw.getrandbits(30), 20_000
     files = sorted(map(str, (this.lab.folder / "jpegs").iterdir()))
-    done = subprocess.run(
-        [this.lab.folder / "jpeg_fuzz", str(seed), str(count), *files],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command = [this.lab.folder / "jpeg_fuzz", str(seed), str(count), *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     this.about, this.tried = f"jpeg_fuzz {seed} {count}", count
     this.short += [] if done.returncode == 0 else [done.stderr[:2000]]
 

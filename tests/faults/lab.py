@@ -136,21 +136,10 @@ class Lab:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        return [
-            Child(
-                tool(*self.train, "run_dir=run", "parallel=ddp", *options),
-                folder,
-                environment={
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                },
-            )
-            for rank in range(2)
-        ]
+        run = tool(*self.train, "run_dir=run", "parallel=ddp", *options)
+        both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = ({"RANK": rank, "LOCAL_RANK": rank} for rank in "01")
+        return [Child(run, folder, environment=both | variables) for variables in own]
 
 
 def _write_jpegs(folder: Path) -> None:
@@ -171,9 +160,7 @@ def _hash(values: Mapping[str, Any], digest: Any) -> None:
         if isinstance(value, Mapping):
             _hash(value, digest)
         else:
-            digest.update(
-                value.contiguous().view(-1).numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode()
-            )
+            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
 
 
 def pick(draw: random.Random, folder: Path, *patterns: str) -> Path:

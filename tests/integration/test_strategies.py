@@ -248,7 +248,6 @@ def run_ranks(cases: dict[str, Any], folder: Path, ranks: int, device: str = "cp
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """What one process ends with."""
-    folder = tmp_path_factory.mktemp("alone")
     cases = {
         case_name(model, precision, parts): case(["parallel=single"], model, precision, parts, digits=digits)
         for model, (precision, parts) in product(MODELS, PRECISIONS)
@@ -256,8 +255,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     for name, (_, keys, _) in PARTS.items():
         here = [key for key in keys if not key.startswith("parallel.")]
         cases[name] = case(["parallel=single", *here], "vit", None, 2, digits=digits)
-    run_ranks(cases, folder / "x", 1)
-    return folder / "x"
+    return run_ranks(cases, tmp_path_factory.mktemp("alone") / "ends", 1)
 
 
 @pytest.fixture(scope="module")
