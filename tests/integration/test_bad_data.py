@@ -105,17 +105,8 @@ def test_no_image_is_left_to_evaluate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert newest_checkpoint(tmp_path / "run")["step"] == 2
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_memory_that_does_not_suffice(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    def full(*arguments: object) -> None:
-        if device == "cuda":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-        torch.empty(2**60)
-
-    monkeypatch.setattr(Step, "__call__", full)
-    with pytest.raises(
-        UserError, match=r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2"
-    ):
+def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Step, "__call__", lambda *arguments: torch.empty(2**60))
+    line = r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2"
+    with pytest.raises(UserError, match=line):
         run(tmp_path / "run", digits)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import pycls_fast
 from pycls_fast import build
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import load_config
 from pycls_fast.config.compose import import_modules
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
@@ -84,28 +84,16 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     assert torch.equal(pycls_fast.load("net.safetensors").logits(image), logits)
 
 
-def of_own_model(here: Path, text: str) -> RunConfig:
-    """Write `my_nets.py` and import it here. timm forgets no model: each test has its own name for it."""
+def test_a_model_that_does_not_name_its_last_layer(here: Path) -> None:
+    # timm forgets no model: each test has its own name for it.
     name = f"tiny_of_{here.name}"
-    (here / "my_nets.py").write_text(text.replace("tiny_of_this_test", name))
+    text = MODEL.replace('self.default_cfg = {"classifier": "head"}', "pass").replace("tiny_of_this_test", name)
+    (here / "my_nets.py").write_text(text)
     import_modules(["my_nets"])
-    return load_config("vit_digits", ["model=timm", f"model.name={name}"])
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        ("pass", r"^model.name: tiny_of_.* is None\); .* in your own: self.default_cfg = {'classifier': 'head'}$"),
-        (
-            "self.default_cfg = {'classifier': 'haed'}",
-            r"no single linear classifier \(default_cfg\['classifier'\] is 'haed'\)",
-        ),
-    ],
-)
-def test_a_model_that_does_not_name_its_last_layer(here: Path, config: str, line: str) -> None:
-    chosen = of_own_model(here, MODEL.replace('self.default_cfg = {"classifier": "head"}', config))
+    config = load_config("vit_digits", ["model=timm", f"model.name={name}"])
+    line = r"^model.name: tiny_of_.* is None\); .* in your own: self.default_cfg = {'classifier': 'head'}$"
     with pytest.raises(UserError, match=line):
-        build.model(chosen, 10, build.switches(chosen, torch.device("cpu")))
+        build.model(config, 10, build.switches(config, torch.device("cpu")))
 
 
 def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:

@@ -14,6 +14,7 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import recompute_units
 from pycls_fast.parallel.wrap import compile_model
 from tests.factories import assert_same_bits, randomise
+from tests.unit.models.conftest import draw
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
@@ -67,11 +68,6 @@ def vit(**kwargs: Any) -> VisionTransformer:
     return VisionTransformer(**{**sizes, "num_classes": 5, **kwargs})
 
 
-def images(side: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, 3, side, side, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def train_once(
     kind: dict[str, Any], dtype: torch.dtype = torch.float64, *, bf16: bool = False, prepare: Any = None
 ) -> dict[str, Tensor]:
@@ -81,10 +77,8 @@ def train_once(
         prepare(model)
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        logits = model(images(model.image_size.height, dtype))
-    generator = torch.Generator().manual_seed(2)
-    weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
-    (logits * weights).sum().backward()
+        logits = model(draw(BATCH, 3, *model.image_size, seed=1).to(dtype))
+    (logits * draw(*logits.shape, seed=2).to(logits.dtype)).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(model.parameters()))
     return {"logits": logits.detach(), **grads}
@@ -160,7 +154,7 @@ def test_blocks_see_padded_tokens(chosen: dict[str, Any], tokens: int) -> None:
     model = vit(**SMALL, **chosen)
     seen: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))  # type: ignore[union-attr, operator]
-    model(images(12, torch.float32))
+    model(torch.randn(BATCH, 3, 12, 12))
     assert seen == [tokens]
     # A number that fits is left alone.
     assert vit(classifier="pooled", sequence_padding=8).padding == 0
