@@ -1,4 +1,4 @@
-"""From training to use, with the tools as a person calls them; and a newcomer's own folder, as it comes from phones."""
+"""What `pip install` leaves, and what a newcomer does with it: from a folder as it comes from phones to predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.integration.runs import installed, run_process
+from tests.integration.runs import ROOT, installed, run_process
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +66,38 @@ def pictures(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.slow
-def test_five_commands_from_pictures_to_predictions(tmp_path: Path, pictures: Path) -> None:
-    """By the installed wheel, without a key beyond data and weights (and a number of steps, for time)."""
+@pytest.fixture(scope="module")
+def unpacked_and_installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """From a clone, the sources of an archive and the package of a wheel."""
     pytest.importorskip("setuptools", minversion="77")
-    (tmp_path / "wheel").mkdir()
-    _, site = installed(tmp_path / "wheel")
+    return installed(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_whole_package_is_installed_with_its_configurations(
+    unpacked_and_installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    sources, site = unpacked_and_installed
+
+    def run(folder: Path, *arguments: str) -> str:
+        return run_process([sys.executable, *arguments], cwd=folder, package=site).stdout
+
+    def files(folder: Path, *suffixes: str) -> set[str]:
+        return {str(file.relative_to(folder)) for suffix in suffixes for file in folder.rglob(f"*.{suffix}")}
+
+    assert files(site / "pycls_fast" / "configs", "yaml") == files(ROOT / "configs", "yaml")
+    assert files(site / "pycls_fast", "py", "c") == files(ROOT / "pycls_fast", "py", "c")
+    # Others install a folder of that name, too.
+    (site / "configs").mkdir()
+    code = "from pycls_fast.config import load_config; print(load_config('vit_b16', ['data.root=/']).model.width)"
+    assert run(tmp_path, "-c", code) == "768\n"
+    assert "depth: 3\n" in run(sources, "tools/train_net.py", "model.depth=3", "--cfg", "job")
+
+
+def test_five_commands_from_pictures_to_predictions(
+    unpacked_and_installed: tuple[Path, Path], tmp_path: Path, pictures: Path
+) -> None:
+    """By the installed wheel, without a key beyond data and weights (and a number of steps, for time)."""
+    _, site = unpacked_and_installed
     name = "test_efficientnet"
     save_file(timm.create_model(name).state_dict(), tmp_path / f"{name}.safetensors")
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -204,6 +206,23 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
     path.write_text(text + "\n")
     shown = path.resolve().relative_to(tmp_path.resolve())
     assert violations(tmp_path) == [f"{shown}:{found}"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "late"),
+    [
+        (["pycls_fast"], ["torch", "numpy"]),
+        pytest.param(
+            ["pycls_fast.inference", "pycls_fast.train.loop", "pycls_fast.train.tasks.lr_range"],
+            ["timm", "matplotlib", "torch.utils.tensorboard"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_takes_long_to_import_is_imported_where_it_is_used(modules: list[str], late: list[str]) -> None:
+    code = f"import sys, {', '.join(modules)}; print([name for name in {late} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_docstrings_have_a_subject() -> None:
