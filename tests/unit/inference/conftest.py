@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
@@ -45,6 +46,12 @@ def make_network(config: RunConfig) -> torch.nn.Module:
     """The same in every call."""
     network = build.model(config, config.model.num_classes or 10, build.switches(config, torch.device("cpu")))
     return randomise(network).float().eval()
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """What an exported file says of itself."""
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 import yaml
 from PIL import Image
 from pydantic import BaseModel
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import pycls_fast
@@ -34,7 +33,7 @@ from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.weights import NOT_PUBLISHED, preprocessing
 from tests.factories import assert_same_bits, config_of
 from tests.integration.runs import run_process
-from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run
+from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run, metadata
 
 # What stack traces of this machine would contain.
 PACKAGE = str(Path(pycls_fast.__file__).parent).encode()
@@ -61,8 +60,7 @@ def test_the_chosen_weights_under_their_plain_names(run_dir: Path, tmp_path: Pat
 
 def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path: Path) -> None:
     write(run_dir, tmp_path / "net.safetensors")
-    with safe_open(tmp_path / "net.safetensors", "pt") as file:
-        about = file.metadata()
+    about = metadata(tmp_path / "net.safetensors")
     assert json.loads(about["classes"]) == list(CLASSES)
     assert json.loads(about["model"])["width"] == 24
     assert json.loads(about["preprocessing"]) == {
@@ -100,8 +98,7 @@ def test_no_place_on_a_machine_is_in_the_file(run_dir: Path, tmp_path: Path) -> 
     walk(RunConfig, "")
     assert {text for text in texts if not text.startswith("trackers.")} == {*PATHS, "imports", "resume", *NO_PATHS}
     write(run_dir, tmp_path / "net.safetensors")
-    with safe_open(tmp_path / "net.safetensors", "pt") as file:
-        config = json.loads(file.metadata()["config"])
+    config = json.loads(metadata(tmp_path / "net.safetensors")["config"])
     assert not [key for key in NOT_PUBLISHED if key in config or key.removeprefix("data.") in config["data"]]
     validate_saved(config, "net.safetensors")
 
@@ -258,9 +255,8 @@ def test_what_computes_something_else_is_not_written(
 
     monkeypatch.setitem(FORMATS, form, write_another)
     file = tmp_path / f"net{SUFFIXES[form]}"
-    with pytest.raises(
-        UserError, match=r"^output: not written, as the file does not compute what the network does: \d+ "
-    ):
+    line = r"^output: not written, as the file does not compute what the network does: \d+ "
+    with pytest.raises(UserError, match=line):
         export(str(drawn), str(file), format=form)
     assert not file.exists()
 
@@ -313,14 +309,11 @@ def test_weights_that_int8_cannot_hold_are_not_written(drawn: Path, folder: Path
     pytest.importorskip("onnxruntime")
     weights, file = tmp_path / "large.safetensors", tmp_path / "new" / "net.onnx"
     tensors = write(drawn, weights)
-    with safe_open(weights, "pt") as saved:
-        about = saved.metadata()
     # Logits whose differences are less than a step of their range.
-    save_file(tensors | {"head.bias": tensors["head.bias"] + 1e4}, weights, about)
+    save_file(tensors | {"head.bias": tensors["head.bias"] + 1e4}, weights, metadata(weights))
     assert export(str(weights), str(tmp_path / "float.onnx"), images=[str(folder)]) == 0
-    with pytest.raises(
-        UserError, match=r"^output: not written, .*: 0 of 2 images have the network's class \(at least 80% have to\)"
-    ):
+    line = r"^output: not written, .*: 0 of 2 images have the network's class \(at least 80% have to\)"
+    with pytest.raises(UserError, match=line):
         export(str(weights), str(file), dtype="int8", images=[str(folder)])
     assert not file.parent.exists() or not list(file.parent.iterdir())
 
