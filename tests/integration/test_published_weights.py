@@ -169,20 +169,18 @@ def test_imagenets_ids() -> None:
 
 
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
-    timm_folder(tmp_path / "larger", crop_pct=1.15)
+    def described(name: str, **about: Any) -> Any:
+        timm_folder(tmp_path / name, **about)
+        return pretrained.described(tmp_path / name / "model.safetensors")
+
     with pytest.raises(UserError, match=r"asks for crop_mode=center with crop_pct=1.15, .*preprocessing=config"):
-        pretrained.described(tmp_path / "larger" / "model.safetensors")
-    timm_folder(tmp_path / "lanczos", interpolation="lanczos")
+        described("larger", crop_pct=1.15)
     with pytest.raises(UserError, match=r"interpolation=lanczos, but only bilinear and bicubic are supported"):
-        pretrained.described(tmp_path / "lanczos" / "model.safetensors")
-    timm_folder(tmp_path / "without_channels", input_size=[100, 100])
-    about = pretrained.described(tmp_path / "without_channels" / "model.safetensors")
-    assert about.image_size == (100, 100)
-    timm_folder(tmp_path / "odd", input_size=[3, 100, 100])
-    about = pretrained.described(tmp_path / "odd" / "model.safetensors")
-    assert about is not None
+        described("lanczos", interpolation="lanczos")
+    assert described("without_channels", input_size=[100, 100]).image_size == (100, 100)
+    odd = described("odd", input_size=[3, 100, 100])
     with pytest.raises(UserError, match=r"image_size: 100 is not divisible by .*\nweights: timm:deit"):
-        build.with_preprocessing(load_config("deit_s16", ["data.root=/nowhere"]), about)
+        build.with_preprocessing(load_config("deit_s16", ["data.root=/nowhere"]), odd)
 
 
 def test_weights_without_a_description(tmp_path: Path) -> None:
