@@ -155,7 +155,11 @@ def test_training_sums_the_losses_of_the_routers() -> None:
     assert len(layers) == 2
     loss = network.auxiliary_loss()
     torch.testing.assert_close(loss, layers[0].loss + layers[1].loss)  # type: ignore[operator]
-    assert set(network.facts()) == {"expert_load", "dropped_tokens"}
+    facts = network.facts()
+    assert facts.keys() == {"expert_load", "dropped_tokens"}
+    for name, value in facts.items():
+        torch.testing.assert_close(value, (layers[0].facts[name] + layers[1].facts[name]) / 2)
+    assert facts["expert_load"] > 1
     loss.backward()
     assert layers[0].router.weight.grad is not None
 
