@@ -305,6 +305,12 @@ def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Im
         np.testing.assert_array_equal(scoring(picture, 0).image_HWC, scoring(decoder(before), 0).image_HWC)
 
 
+def orientation_and_warnings(data: bytes) -> tuple[int, list[Any]]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        return orientation_of(data), heard
+
+
 @pytest.mark.parametrize("name", ALL_DECODERS)
 def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     decoder = ALL_DECODERS[name]
@@ -315,16 +321,14 @@ def test_bad_exif_needs_no_turn(photo: Image.Image, name: str) -> None:
     )  # fmt: skip
     tags = [encode(photo, number) for number in (0, 9, 65535)]
     for data in (*tags, *(encode(photo, exif=b"Exif\0\0" + part) for part in garbage)):
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            assert orientation_of(data) == 1
-        assert heard == []
+        assert orientation_and_warnings(data) == (1, [])
         picture = replace(decoder, convert=Conversion(upright=True))(data)
         assert type(picture) is type(decoder(data))
         np.testing.assert_array_equal(transform(picture, 0).image_HWC, transform(decoder(data), 0).image_HWC)
         np.testing.assert_array_equal(decode(data, Conversion(upright=True)), decode(data))
-    for kind in ("PNG", "WEBP"):
-        data = encode(photo, exif=b"Exif\0\0garbage", kind=kind)
+    for kind, part in itertools.product(("PNG", "WEBP"), (b"garbage", b"II*\0\x08\0\0\0\x05\0")):
+        data = encode(photo, exif=b"Exif\0\0" + part, kind=kind)
+        assert orientation_and_warnings(data) == (1, [])
         np.testing.assert_array_equal(decode(data, Conversion(upright=True)), decode(data))
 
 
