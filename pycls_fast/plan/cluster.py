@@ -288,10 +288,12 @@ def accelerator(name: str, file: Path = _FILE) -> Accelerator:
     """An accelerator of a file.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is none of this name, or it has not all of its `flops`.
     """
     known = constants(file).accelerators
     one_of(f"cluster: {file}: accelerator", name, known)
+    if not {2, 4} <= known[name].flops.keys():
+        raise UserError(f"cluster: {file}: accelerators.{name}.flops: must have those of 2 and of 4 bytes")
     return known[name]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from pycls_fast.config.ladder import Variant
 from pycls_fast.ledger.ladder.folder import SavedRounding, SavedTiming, read_measurement
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import tree_path
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import (
     Commit,
     GradientCounts,

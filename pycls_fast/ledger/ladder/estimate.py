@@ -9,9 +9,9 @@ from pathlib import Path
 from pycls_fast.config.keys import text_override
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import check_reference, check_runs, families, find_factors
 from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import best_resolution
 from pycls_fast.reading import Model
 

@@ -20,9 +20,9 @@ from pycls_fast.ledger.ladder.folder import (
     code_digest,
     conditions,
 )
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import tree_path
 from pycls_fast.ledger.ladder.processes import visible_devices
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import (
     Record,
 )

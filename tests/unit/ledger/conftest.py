@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pycls_fast.ledger.ladder import work as at_work
+from pycls_fast.ledger.ladder import ledger as at_work
 from pycls_fast.ledger.ladder.processes import Process
 from tests.unit.ledger.stand_ins import FakeProcess
 

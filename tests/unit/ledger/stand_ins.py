@@ -13,10 +13,10 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import plan, slug
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import run_ladder
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.effects import Effect, Interplay, Look, Together, Word
 from pycls_fast.ledger.report.record import Accuracy, OverallFit, Record, TrainedRun
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean

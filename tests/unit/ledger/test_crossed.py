@@ -14,9 +14,9 @@ import pytest
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import Family, combination, families, find_factors
 from pycls_fast.ledger.ladder.processes import FAILED
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import headline, remarks
@@ -121,7 +121,7 @@ class Training(FakeProcess):
 def trained(fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> type[Training]:
     """Processes of ledgers are stand-ins whose trainings have a score."""
     del fake
-    monkeypatch.setattr("pycls_fast.ledger.ladder.work.Process", Training)
+    monkeypatch.setattr("pycls_fast.ledger.ladder.ledger.Process", Training)
     monkeypatch.setattr(Training, "breaking", ())
     return Training
 

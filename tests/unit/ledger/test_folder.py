@@ -15,7 +15,7 @@ from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
 from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions
-from pycls_fast.ledger.ladder.work import Ledger
+from pycls_fast.ledger.ladder.ledger import Ledger
 from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet, run
 

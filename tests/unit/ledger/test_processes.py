@@ -20,8 +20,8 @@ import torch
 from pycls_fast.build import device as build_device
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
+from pycls_fast.ledger.ladder import ledger as at_work
 from pycls_fast.ledger.ladder import processes
-from pycls_fast.ledger.ladder import work as at_work
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     Process,

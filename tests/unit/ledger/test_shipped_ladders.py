@@ -11,9 +11,9 @@ import torch
 from pycls_fast import build
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Mode, for_experiment, read_ladder
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import pick
 from pycls_fast.ledger.ladder.run import refusal
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.speed import SWITCHES
 from tests.factories import config_of
 from tests.unit.ledger.stand_ins import FakeProcess, made, run

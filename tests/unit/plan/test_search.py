@@ -375,6 +375,7 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
             "error: accelerators.here.memory: must be greater than 0; got 0 (wrong.yaml)\n"
             "error: clusters.here.jitter: missing; ",
         ),
+        (["cluster=half.yaml:herex2"], "error: cluster: half.yaml: accelerators.here.flops: must have those of 2"),
         (["cluster=h100x64", "data.global_batch_size=12"], "error: data.global_batch_size: 12 cannot be divided"),
         (
             ["cluster=h100x64", "data.global_batch_size=4", "augment=deit"],
@@ -403,6 +404,11 @@ def test_a_mistake_is_one_line(
     (tmp_path / "wrong.yaml").write_text(
         "accelerators: {here: {memory: 0, flops: {'2': 1.0e+12, '4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
         "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], cores: 2}}\n"
+    )
+    (tmp_path / "half.yaml").write_text(
+        "accelerators: {here: {memory: 1.0e+9, flops: {'4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
+        "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], jitter: 0.0, "
+        "cores: 2, images_per_core: 9}}\n"
     )
     assert run([*VIT, *arguments], monkeypatch) == 2
     assert capsys.readouterr().err.startswith(line.replace("HERE", str(tmp_path)))

@@ -15,10 +15,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import collect as collecting
 from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.collect import collect
+from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import plan
 from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
-from pycls_fast.ledger.ladder.work import Ledger
 from pycls_fast.ledger.report.record import read_record
 from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, given, ladder_of, slug_of, start, work
