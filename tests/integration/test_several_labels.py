@@ -89,6 +89,8 @@ def test_from_the_table_to_predictions(
     assert [guess["class"] for guess in one["over"]] == over[whole]
     predict(str(run.best), [str(images[whole])], format="table", output=str(file), topk=2, **how)
     assert ";".join(over[whole]) in file.read_text()
+    # Not among the guesses that follow, too.
+    assert file.read_text().count(over[whole][0]) == 1
 
 
 @pytest.mark.slow

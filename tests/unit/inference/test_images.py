@@ -26,8 +26,9 @@ from pycls_fast.inference.images import GivenImages, find_images, frames_of, giv
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("b.jpg", "a.PNG", "c/d.webp", "c/e.txt", ".hidden.png", ".cache/f.png", "odd[1].png", "empty/x.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    names = ("b.jpg", "a.PNG", "c/deep/d.webp", "c/e.txt", ".hidden.png", ".cache/f.png", "odd[1].png", "empty/x.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     return tmp_path
 
@@ -36,9 +37,9 @@ def tree(tmp_path: Path) -> Path:
     ("words", "found"),
     [
         (["b.jpg", "a.PNG"], ["b.jpg", "a.PNG"]),
-        (["."], ["a.PNG", "b.jpg", "c/d.webp", "odd[1].png"]),
+        (["."], ["a.PNG", "b.jpg", "c/deep/d.webp", "odd[1].png"]),
         (["*"], ["a.PNG", "b.jpg", "odd[1].png"]),
-        (["**/*.webp", "b.jpg"], ["c/d.webp", "b.jpg"]),
+        (["**/*.webp", "b.jpg"], ["c/deep/d.webp", "b.jpg"]),
         # A file is a file, whatever its name means as a pattern, and whatever it ends in.
         (["odd[1].png", "c/e.txt"], ["odd[1].png", "c/e.txt"]),
     ],
@@ -70,7 +71,7 @@ def test_links_to_folders_are_followed_but_not_in_circles(tree: Path, tmp_path_f
     (elsewhere / "own").symlink_to("own")
     (elsewhere / "nothing").symlink_to(elsewhere / "missing")
     found = [str(path.relative_to(tree)) for path in find_images([str(tree)])]
-    assert found == ["a.PNG", "b.jpg", "c/d.webp", "c/linked/g.png", "odd[1].png"]
+    assert found == ["a.PNG", "b.jpg", "c/deep/d.webp", "c/linked/g.png", "odd[1].png"]
 
 
 def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> None:
