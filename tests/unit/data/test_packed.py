@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,16 @@ from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.started import Started
-from tests.unit.data.layouts import expected, make_content, mistake, opened, samples_of, write_folder, write_packed
+from tests.unit.data.layouts import (
+    expected,
+    make_content,
+    mistake,
+    opened,
+    samples_of,
+    write_folder,
+    write_manifest,
+    write_packed,
+)
 
 CONTENT = make_content()
 
@@ -282,6 +292,14 @@ def test_copies_within_and_across_splits(tmp_path: Path) -> None:
         "identical": [[("train", "00.png"), ("val", "same.bmp")]],
         "alike": [[("train", "01.png"), ("train", "small.jpg")]],
     }
+
+
+@pytest.mark.parametrize(("kind", "write"), [("packed", write_packed), ("manifest", write_manifest)])
+def test_no_files_are_left_out_beside_tables_and_packed_images(
+    tmp_path: Path, kind: str, write: Callable[..., str]
+) -> None:
+    root = write(tmp_path / "root", CONTENT)
+    assert left_out(Path(root), opened(kind, root).values()) == {}
 
 
 def test_looks_that_differ_in_three_bits_are_found_wherever_the_bits_are() -> None:

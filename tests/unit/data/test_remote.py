@@ -180,6 +180,9 @@ def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Pa
     assert there(source) == [0, 1]
     assert not old.exists()
     assert not draft.exists()
+    # Who reads a copy uses it.
+    os.utime(place(source, 0), (1, 1))
+    assert source.read(0) == IMAGES[0]
     fetch(source, (2,))
     assert there(source) == [0, 1], "both were used just now"
     os.utime(place(source, 1), (2, 2))
