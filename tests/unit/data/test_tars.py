@@ -30,6 +30,8 @@ def test_shards_of_webdatasets_own_writer(tmp_path: Path) -> None:
     assert splits["train"].name(5) == f"{tmp_path}/imagenet-train-000001.tar[00000005]"
     assert splits["train"].block_ends.tolist() == [5, 10, 15, 16]  # type: ignore[union-attr]
     assert not splits["train"].prefers_blocks
+    # So that a random split, and a run that resumes, know the images by their keys.
+    assert splits["train"].names_id().startswith("names-")
 
 
 def test_labels_in_json_and_names_with_dots_and_folders(tmp_path: Path) -> None:
