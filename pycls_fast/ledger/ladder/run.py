@@ -15,17 +15,11 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experi
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.estimate import announce, show_plan
-from pycls_fast.ledger.ladder.folder import (
-    LedgerFolder,
-    code_digest,
-    conditions,
-)
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
 from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import tree_path
 from pycls_fast.ledger.ladder.processes import visible_devices
-from pycls_fast.ledger.report.record import (
-    Record,
-)
+from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import write_json
