@@ -46,14 +46,15 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     for axes, key, label in ((loss, "loss", "training"), (rate, "lr", ""), (speed, "images_per_second", "")):
         _line(axes, train, key, label, "-")
     averaged = any(record["weights"] == "ema" for record in evaluations)
-    for split, weights in sorted({(record["split"], record["weights"]) for record in evaluations}):
+    evaluated = sorted({(record["split"], record["weights"]) for record in evaluations})
+    for number, (split, weights) in enumerate(evaluated, start=1):
         chosen = [record for record in evaluations if (record["split"], record["weights"]) == (split, weights)]
-        label = f"{split} ({weights})"
-        _line(loss, chosen, "loss", label, ".--")
+        label, colour = f"{split} ({weights})", f"C{number}"
+        _line(loss, chosen, "loss", label, ".--", colour)
         # Beside the average, which counts, one line is enough.
         keys = [key for key in SCORES if any(key in telling_scores(record) for record in chosen)]
         for key, style in zip(keys, _STYLES[: None if weights == "ema" or not averaged else 1], strict=False):
-            _line(accuracy, chosen, key, f"{label} {SCORES[key]}", style)
+            _line(accuracy, chosen, key, f"{label} {SCORES[key]}", style, colour)
     names = {loss: "loss (nats)", accuracy: "accuracy (%)", rate: "learning rate", speed: "images/s"}
     for axes, name in names.items():
         axes.set_xlabel("epoch")
@@ -70,10 +71,12 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
 _STYLES = (".-", ".:", ".-.")
 
 
-def _line(axes: Axes, records: Iterable[Mapping[str, Any]], key: str, label: str, style: str) -> None:
+def _line(
+    axes: Axes, records: Iterable[Mapping[str, Any]], key: str, label: str, style: str, colour: str = "C0"
+) -> None:
     points = [(record["epoch"], record[key]) for record in records if record.get(key) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2)
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=label, linewidth=1.2)
 
 
 _WITH_NUMBERS = 25
