@@ -142,7 +142,7 @@ def test_from_packed_images_to_calibrated_probabilities(
     more = ["data.source=packed", f"data.root={packed}"]
     sure, calm = tmp_path / "sure.safetensors", tmp_path / "calm.safetensors"
     with safe_open(run.best, "np") as file:
-        tensors = {name: file.get_tensor(name) * (3 if name.startswith("head.") else 1) for name in list(file.keys())}
+        tensors = {name: file.get_tensor(name) * (5 if name.startswith("head.") else 1) for name in list(file.keys())}
         save_file(tensors, sure, file.metadata())
     config = load_run_config(run.run_dir, [*more, f"weights={sure}"])
     capsys.readouterr()
