@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +107,22 @@ class Head:
     accuracy: float
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """A context without the warnings of scikit-learn that ask for nothing here."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        # A nearly converged head is trained further, or judged by what it gets right.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        # Classes with fewer images than folds are missing from some of them.
+        warnings.filterwarnings("ignore", message="The least populated class")
+        # Labels remain classes where most have one image.
+        warnings.filterwarnings("ignore", message="The number of unique classes is greater than 50%")
+        yield
+
+
+@_without_warnings()
 def fit_logistic(
     features_ND: Tensor,
     labels_N: Tensor,
@@ -169,16 +186,13 @@ def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Positions to fit and to hold out, with equal shares of each class where it has enough images."""
     from sklearn.model_selection import StratifiedKFold
 
-    splitter = StratifiedKFold(min(_FOLDS, len(labels)), shuffle=True, random_state=0)
-    with warnings.catch_warnings():
-        # Classes with fewer images than folds are missing from some of them.
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            parts = list(splitter.split(np.zeros(len(labels)), labels))
-        except ValueError:
-            # Every class has fewer images than there are folds.
-            order = np.random.default_rng(0).permutation(len(labels))
-            parts = [(np.setdiff1d(order, part), part) for part in np.array_split(order, min(_FOLDS, len(labels)))]
+    folds = min(_FOLDS, len(labels))
+    if np.bincount(labels).max() < folds:
+        # Equal shares of no class.
+        order = np.random.default_rng(0).permutation(len(labels))
+        parts = [(np.setdiff1d(order, part), part) for part in np.array_split(order, folds)]
+    else:
+        parts = list(StratifiedKFold(folds, shuffle=True, random_state=0).split(labels, labels))
     parts = [(fitted, held_out) for fitted, held_out in parts if len(np.unique(labels[fitted])) > 1]
     return parts if len(labels) < _FOLDED_IMAGES else parts[:1]
 
@@ -193,17 +207,13 @@ def _path(
     check: Callable[[], None],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields weights (K, D) and biases (K,) for each penalty, each found from the one before."""
-    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True, fit_intercept=bias)
     for penalty in penalties:
         check()
         model.C = 1.0 / (penalty * len(labels))
-        with warnings.catch_warnings():
-            # A nearly converged head is trained further, or judged by what it gets right.
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            model.fit(features, labels)
+        model.fit(features, labels)
         weight, shift = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT if bias else 0.0)
         if len(model.classes_) == 2:
             # One row for both, the difference.

@@ -198,7 +198,7 @@ def test_classes_without_images_are_never_predicted() -> None:
     assert set((features @ head.weight_KD.T + head.bias_K).argmax(1).tolist()) == {1, 3}
 
 
-@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [1, 1, 1], [1, 9]])
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [1, 1, 1], [1, 9], [1] * 21])
 def test_hardly_any_images(counts: list[int]) -> None:
     features, labels = clusters(counts, 16, 0.1)
     head = fit_logistic(features, labels, len(counts))
