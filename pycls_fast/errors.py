@@ -274,7 +274,10 @@ def is_first_of_node() -> bool:
     return not (_is_number(ranks) and int(ranks) > 1 and _is_number(rank) and int(rank) > 0)
 
 
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+_NUMBERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT",
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK",
+)  # fmt: skip
 
 
 def check_launcher() -> None:
