@@ -25,16 +25,22 @@ _OWN = (*PATHS, "data.shard_cache_gib", "data.num_workers", "data.prefetch_facto
 _MOST = 5
 
 
+BUSY = "busy"
+"""What a long action of `on_main` sends now and then by `world.from_main`: the others wait only for so long."""
+
+
 def on_main(world: World, action: Callable[[], T]) -> T:
     """Run an action on the main rank; on all ranks, which call this, return its result, or raise its `UserError` or
     `Stopped`."""
-    found: tuple[Any, Exception | None] = (None, None)
+    found: Any = None, None
     if world.is_main:
         try:
             found = action(), None
         except (UserError, Stopped) as error:
             found = None, error
-    result, raised = world.from_main(found)
+    while (told := world.from_main(found)) == BUSY:
+        pass
+    result, raised = told
     if raised is not None:
         raise raised
     return cast(T, result)

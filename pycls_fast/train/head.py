@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pycls_fast.data.sources.base import Subset
 from pycls_fast.optim.weights import assign
-from pycls_fast.train.agreement import on_main
+from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.run import Run
 
@@ -46,16 +46,22 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
+
+    def go_on() -> None:
+        check()
+        run.world.at("fitting the head")
+        run.world.from_main(BUSY)
+
     scorer = run.scorer(after_batch)
     features_ND, labels_N = collect_features(scorer, network, train, "train")
     if step.sets_LK is not None:
         true_NK = step.sets_LK.cpu()[labels_N]
-        fitted = on_main(run.world, lambda: _fit_classes(run, features_ND, true_NK, check))
+        fitted = on_main(run.world, lambda: _fit_classes(run, features_ND, true_NK, go_on))
     else:
         held_ND, held_N = collect_features(scorer, network, run.parts.sources["val"], "val")
         if len(labels_N.unique()) == 1:
             return
-        fitted = on_main(run.world, lambda: _fit_head(run, features_ND, labels_N, held_ND, held_N, check))
+        fitted = on_main(run.world, lambda: _fit_head(run, features_ND, labels_N, held_ND, held_N, go_on))
     state = step.weights.state_dict()
     with torch.no_grad():
         for parameter, values in zip(("weight", "bias"), fitted, strict=True):

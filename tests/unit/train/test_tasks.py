@@ -19,11 +19,13 @@ from sklearn.neighbors import KNeighborsClassifier
 import pycls_fast
 from pycls_fast import build
 from pycls_fast.errors import UserError
-from pycls_fast.parallel.world import ALONE
+from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed
+from pycls_fast.train.agreement import BUSY
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import collect_features, knn_votes
-from pycls_fast.train.head import PENALTIES, fit_each, fit_logistic
+from pycls_fast.train.head import PENALTIES, fit_each, fit_head, fit_logistic
 from pycls_fast.train.signals import Stopped
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
@@ -248,3 +250,38 @@ def test_the_fit_can_be_stopped() -> None:
 
     with pytest.raises(Stopped):
         fit_logistic(torch.eye(6), torch.arange(6) % 2, 2, check=check)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire(World):
+    """Ranks one after the other: the next one gets what rank 0 has sent."""
+
+    sent: list[Any] = dataclasses.field(default_factory=list)
+
+    def from_main(self, value: Any) -> Any:
+        if not self.is_main:
+            return self.sent.pop(0)
+        self.sent.append(value)
+        return value
+
+
+def test_other_ranks_hear_that_the_fit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend ends a wait that is longer than its timeout, and all fits together may be."""
+    features = torch.eye(6), torch.arange(6) % 2
+    monkeypatch.setattr("pycls_fast.train.head.collect_features", lambda *_: features)
+    monkeypatch.setattr("pycls_fast.train.head._report", lambda *_, **__: None)
+    sent: list[Any] = []
+    ends = []
+    for rank in range(2):
+        network = SimpleNamespace(head_name="head", last_layer=lambda: torch.nn.Linear(6, 2))
+        weights = OwnedWeights(torch.nn.ModuleDict({"head": torch.nn.Linear(6, 2)}))
+        step = SimpleNamespace(sets_LK=None, ema=None, weights=weights)
+        parts = SimpleNamespace(step=step, network=network, sources={"train": range(6), "val": range(6)})
+        world = Wire(rank, 2, torch.device("cpu"), sent=sent)
+        run: Any = SimpleNamespace(parts=parts, world=world, scorer=lambda _: None)
+        fit_head(run, lambda: None, lambda: None)
+        assert sent.count(BUSY) >= len(PENALTIES) * (rank == 0)
+        ends.append(weights.state_dict()["head.weight"])
+    assert sent == []
+    assert ends[0].any()
+    assert torch.equal(*ends)
