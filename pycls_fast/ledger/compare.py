@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.saved import as_data, validate_saved
-from pycls_fast.data.decode import Conversion, DamagedImage, decode
+from pycls_fast.data.decode import Conversion
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import timestamp, user_path
@@ -33,7 +32,7 @@ from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions
 from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
-from pycls_fast.train.pictures import write_report
+from pycls_fast.train.pictures import small_picture, write_report
 
 Record = dict[str, Any]
 
@@ -197,18 +196,14 @@ def _changes(records: Sequence[Values]) -> list[Record]:
     return [each for each in found if each["changed"]]
 
 
-def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, Image.Image]:
-    """The images of the disagreements by index, as far as they can still be read."""
-    found: dict[int, Image.Image] = {}
-    files = a if a.source is not None else b
-    if files.source is None or record["images"] is None:
-        return found
-    for each in (*record["images"]["only_a"], *record["images"]["only_b"]):
-        with suppress(OSError, DamagedImage):
-            found[each["index"]] = decode(files.source.read(each["index"]), files.conversion)
-            # No larger than it is shown.
-            found[each["index"]].thumbnail((400, 400))
-    return found
+def _pictures(a: RunFiles, b: RunFiles, record: Record) -> dict[int, str]:
+    """Addresses of the images of the disagreements by index, as far as they can still be read."""
+    files, found = a if a.source is not None else b, record["images"]
+    if files.source is None or found is None:
+        return {}
+    indices = [each["index"] for each in (*found["only_a"], *found["only_b"])]
+    made = {index: small_picture(files.source, index, files.conversion) for index in indices}
+    return {index: picture for index, picture in made.items() if picture is not None}
 
 
 def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:

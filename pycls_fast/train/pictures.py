@@ -150,7 +150,7 @@ def _label(axes: Axes, classes: Sequence[str]) -> None:
     axes.set_yticks(places, names, fontsize=size, family=families, parse_math=False)
 
 
-_MOST_TILES, _TILE_SIDE = 200, 160
+_MOST_TILES, _TILE_SIDE = 200, 176
 
 
 def write_report(
@@ -181,7 +181,7 @@ def write_report(
         rows = zip(true_NK[wrong_M], sigmoid(scores_NK[wrong_M]), strict=True)
         outcomes = ((np.flatnonzero(own_K), {k: p for k, p in enumerate(p_K) if p > 0.5}) for own_K, p_K in rows)
     html = render(
-        Path(__file__).with_name("report.html.j2"),
+        "train/report.html.j2",
         title=title,
         facts=facts,
         confusion=None if picture is None else data_url(picture.read_bytes(), "png"),
@@ -201,19 +201,28 @@ def _tiles(
     """What the page shows of each of the first images that can be read: labels, and the predicted classes with their
     probabilities."""
     for index, (labels, guesses) in islice(zip(indices_M.tolist(), outcomes, strict=True), _MOST_TILES):
-        try:
-            image = decode(source.read(index), convert)
-        except (DamagedImage, OSError):
-            continue
-        image.thumbnail((_TILE_SIDE, _TILE_SIDE))
-        file = io.BytesIO()
-        image.save(file, format="JPEG", quality=85)
-        yield {
-            "data": data_url(file.getvalue(), "jpeg"),
-            "name": source.name(index),
-            "labels": [source.classes[label] for label in labels],
-            "guesses": {source.classes[label]: float(p) for label, p in guesses.items()},
-        }
+        if (picture := small_picture(source, index, convert)) is not None:
+            yield {
+                "data": picture,
+                "name": source.name(index),
+                "labels": [source.classes[label] for label in labels],
+                "guesses": {source.classes[label]: float(p) for label, p in guesses.items()},
+            }
+
+
+def small_picture(source: Images, index: int, convert: Conversion) -> str | None:
+    """A data URL of an image, as large as pages show it; None if it cannot be read."""
+    # matplotlib, whose fonts it uses, is slow to import.
+    from pycls_fast.train.contact_sheet import tile
+
+    try:
+        image = decode(source.read(index), convert)
+    except (DamagedImage, OSError):
+        return None
+    # Enlarged pixels are small as PNG and ugly as JPEG, photographs the other way round.
+    kind = "png" if max(image.size) * 3 <= _TILE_SIDE else "jpeg"
+    tile(image, _TILE_SIDE).save(buffer := io.BytesIO(), format=kind, quality=85)
+    return data_url(buffer.getvalue(), kind)
 
 
 def data_url(data: bytes, kind: str) -> str:
@@ -239,16 +248,16 @@ _FILES = {
 }
 
 
-def render(template: Path, **values: Any) -> str:
-    """A page from a template; everything that is shown is escaped, unless it is marked as safe."""
+def render(template: str, **values: Any) -> str:
+    """A page from a template of the package; everything that is shown is escaped, unless it is marked as safe."""
     environment = Environment(
-        loader=FileSystemLoader(template.parent),
+        loader=FileSystemLoader(Path(__file__).parents[1]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template(template.name).render(values)
+    return environment.get_template(template).render(values)
 
 
 def write_page(run: Run, summary: Mapping[str, Any]) -> None:
@@ -271,7 +280,7 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
         if environment.is_file():
             facts["command"] = read_json(environment)["command"]
         html = render(
-            Path(__file__).with_name("run.html.j2"),
+            "train/run.html.j2",
             title=f"{config.config_name}: {folder.path.name}",
             facts=facts,
             classes=read_json(classes)["classes"] if classes.is_file() else [],

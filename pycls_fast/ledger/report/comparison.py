@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.ledger.report.page import INK, PALE, Chart, plain_axes
 from pycls_fast.ledger.runs import shortened
-from pycls_fast.train.contact_sheet import tile
 from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
-from pycls_fast.train.pictures import data_url, render
+from pycls_fast.train.pictures import render
 
 Record = Mapping[str, Any]
 Row = dict[str, str]
 
 # The number of loader workers follows the cores, even if the numbers of threads are equal.
 _MACHINE = {"processor", "cpu_count", "threads"}
-# Pixels of a picture on the page, and classes in a table.
-_SIDE, _CLASSES = 176, 50
+# In a table.
+_CLASSES = 50
 # At most so many points per loss curve: more could not be seen.
 _MOST_POINTS = 400
 
@@ -163,15 +158,12 @@ def print_comparison(record: Record) -> None:
         console.print(plain_table(classes))
 
 
-def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
-    """The page; for images that cannot be read the name is shown."""
-    a, b = record["a"], record["b"]
+def comparison_page(record: Record, pictures: Mapping[int, str]) -> str:
+    """The page; of images without an address of a picture it shows the name."""
     return render(
-        Path(__file__).with_name("comparison.html.j2"),
+        "ledger/report/comparison.html.j2",
         record=record,
-        title=f"Two runs: {a['path']} and {b['path']}",
-        heading="Two runs",
-        intro=[f"{name}: {run['path']} ({run['config_name']})" for name, run in (("A", a), ("B", b))],
+        title=f"{record['a']['path']} and {record['b']['path']}",
         lead=verdict(record),
         facts=[
             time.strftime("%Y-%m-%d", time.gmtime(record["time"])),
@@ -182,20 +174,11 @@ def comparison_page(record: Record, pictures: Mapping[int, Image.Image]) -> str:
         numbers=numbers(record),
         settings=_rows(record["settings"]),
         environment=_rows(record["environment"]),
-        pictures={index: _embedded(picture) for index, picture in pictures.items()},
+        pictures=pictures,
         predictions_of=predictions_of,
         classes=_class_rows(record, changed=False),
         most=_CLASSES,
     )
-
-
-def _embedded(picture: Image.Image) -> str:
-    """A data URL of the picture, as large as it is shown."""
-    # Enlarged pixels are small as PNG and ugly as JPEG, photographs the other way round.
-    kind = "PNG" if max(picture.size) * 3 <= _SIDE else "JPEG"
-    buffer = io.BytesIO()
-    tile(picture, _SIDE).save(buffer, format=kind, quality=85)
-    return data_url(buffer.getvalue(), kind.lower())
 
 
 # A thick pale line and a thin dark one stay distinguishable where they overlap.

@@ -260,13 +260,10 @@ def _gradients(record: Record) -> Chart | None:
 
 
 def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
-    named, ladder = title(record), record.ladder
     return render(
-        Path(__file__).with_name("ledger.html.j2"),
+        "ledger/report/ledger.html.j2",
         record=record,
-        title=f"{named}: {ladder.description}",
-        heading=named,
-        intro=[ladder.description, *([f"Ladder: {ladder.source}"] if ladder.source else [])],
+        title=title(record),
         partly=unfinished(record),
         lead=headline(record),
         facts=facts(record),
