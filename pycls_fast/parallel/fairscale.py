@@ -185,7 +185,7 @@ def plain_name(name: str) -> str:
 def _ignore_warnings() -> None:
     # No user can change the deprecated names that FairScale calls.
     for text in ("TypedStorage is deprecated", r".*torch\.distributed\._.*_base"):
-        warnings.filterwarnings("ignore", message=text, module=r"fairscale\..*")
+        warnings.filterwarnings("ignore", message=text, module=r"(fairscale|torch)\..*")
     # Compiled units read weights that are views of a flat parameter.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module="torch.*")
 

@@ -1,8 +1,8 @@
 """What FairScale's FullyShardedDataParallel asks of CUDA, played by the CPU: for tests on gloo, never in the product.
 
-FairScale 0.4.13 orders its collectives with CUDA streams and names NCCL's collectives by their old private names. On a
-CPU every operation ends before the next begins, so a stream has nothing to order; these classes keep the book that
-FairScale's own assertions look at (which stream is the current one).
+FairScale 0.4.13 orders its collectives with CUDA streams. On a CPU every operation ends before the next begins, so a
+stream has nothing to order; these classes keep the book that FairScale's own assertions look at (which stream is the
+current one).
 """
 
 from __future__ import annotations
@@ -69,11 +69,8 @@ class _StandIn(ModuleType):
         return getattr(self._real, name)
 
 
-def _all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    dist.all_gather_into_tensor(output, shard, group=group)
-
-
 def _reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    # NCCL takes any shape.
     dist.reduce_scatter_tensor(output, whole.view(-1), group=group)
 
 
@@ -83,7 +80,6 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 
     monkeypatch.setattr(fsdp, "torch", _StandIn(torch, cuda=Cuda()))
-    monkeypatch.setattr(fsdp, "dist", _StandIn(dist, _all_gather_base=_all_gather))
     monkeypatch.setattr(bucketer, "dist", _StandIn(dist, _reduce_scatter_base=_reduce_scatter))
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     for name, facts in STRATEGIES.items():
