@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import secrets
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,9 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
     if size > 1 and dist.is_initialized():
         print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
         raise SystemExit(FAULT)
+    # Each of gloo's groups takes a socket for every rank, and many shells begin with a limit of 1,024 files.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         store = open_store(rank, size, timedelta(seconds=patience))
         # With a device, torch makes further groups by splitting the first one, which gloo cannot (2.15).
@@ -123,8 +127,8 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
     except RuntimeError as error:
         # No UserError: a launcher that restarts ranks then does so.
         print(
-            f"error: rank {rank}: not all {size} ranks have started ({first_line(error)}); the reason may be in the "
-            "output of the other nodes",
+            f"error: rank {rank}: the {size} ranks are not connected ({first_line(error)}); the reason may be in the "
+            "output of the other nodes, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME have to name their network",
             file=sys.stderr,
         )
         raise SystemExit(FAULT) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
@@ -65,10 +66,17 @@ def test_a_rank_that_stops_once_all_have_met(
 ) -> None:
     variables(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0)
     monkeypatch.setattr("pycls_fast.parallel.launch.open_store", lambda rank, size, timeout: dist.HashStore())
-    with pytest.raises(SystemExit) as ended, start_world("cpu", Parallel(name="ddp", timeout_seconds=1)):
-        pass
+    before = _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
+    try:
+        with pytest.raises(SystemExit) as ended, start_world("cpu", Parallel(name="ddp", timeout_seconds=1)):
+            pass
+        # Many ranks have many sockets.
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("error: rank 0: not all 2 ranks have started (")
+    assert capsys.readouterr().err.startswith("error: rank 0: the 2 ranks are not connected (")
 
 
 def test_no_run_starts_after_one_that_lost_its_ranks(
@@ -126,7 +134,7 @@ def test_ranks_of_a_node_that_does_not_come(
     # torch's store warns of a wait that timed out.
     note, line = (line for line in capfd.readouterr().err.splitlines() if not line.startswith("[W"))
     assert note == f"note: rank {rank} of 3 waits for the others at localhost:{port}, for up to 1 s"
-    assert line.startswith(f"error: rank {rank}: not all 3 ranks have started (")
+    assert line.startswith(f"error: rank {rank}: the 3 ranks are not connected (")
 
 
 def test_a_master_that_has_stopped_is_not_waited_for_without_end(
