@@ -27,7 +27,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.weights import Origin, find_weights, open_weights
+from pycls_fast.train.weights import Origin, open_weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""
@@ -123,7 +123,7 @@ def load(
         give(model)
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, _PRECISIONS)
-    weights = open_weights(find_weights(run), kind=which)
+    weights = open_weights(run, kind=which)
     (saved_config, classes), path = weights.require_model(), weights.origin.path
     config = _config(saved_config, str(path), device, precision, "fast" if fast else "reference")
     with build.world(config) as world:

@@ -24,7 +24,6 @@ from pycls_fast.train.weights import (
     Weights,
     about_weights,
     check_output,
-    find_weights,
     open_weights,
     preprocessing,
     replacing,
@@ -69,7 +68,7 @@ def export(
         raise UserError("images: safetensors holds the weights alone, which nothing runs; leave it out")
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
-    weights, agreement = open_weights(find_weights(source), kind=which), ""
+    weights, agreement = open_weights(source, kind=which), ""
     with replacing(path) as file:
         if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))

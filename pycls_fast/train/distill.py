@@ -19,7 +19,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.resolving import statistics
-from pycls_fast.train.weights import find_weights, open_ours
+from pycls_fast.train.weights import open_source
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
     settings = config.distill
     if settings.teacher is None:
         return None
-    ours = open_ours(find_weights(settings.teacher), world)
+    saved = open_source(settings.teacher, world).config
     values = config.model_dump(mode="json") | {"weights": settings.teacher, "weights_allow": []}
-    values["model"] = of_weights(values, ())[0] if ours is None or ours.config is None else ours.config["model"]
+    values["model"] = of_weights(values, ())[0] if saved is None else saved["model"]
     its_own = statistics(settings.teacher, world, model=values["model"].get("name"))
     mean, std = its_own or (config.data.mean, config.data.std)
     # No rank has only a part of it.

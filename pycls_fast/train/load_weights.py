@@ -25,7 +25,7 @@ from pycls_fast.optim.weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.weights import Origin, Weights, find_weights, open_ours
+from pycls_fast.train.weights import Origin, Weights, open_source
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
@@ -67,41 +67,34 @@ def load_weights(
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
-    found = find_weights(source)
+    weights = open_source(source, world)
+    found, kind = weights.origin.path, weights.origin.kind
     # A repository's name says more than the place of its copy on this machine.
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
     state = network.state_dict() if into is None else into.state_dict()
-    ours = open_ours(found, world)
-    trained = {} if ours is None or ours.config is None else ours.config.get("model", {})
-    same_classes = ours is not None and first_other_class(ours.classes, classes) is None
-    image_size = _image_size(found, ours)
+    same_classes = first_other_class(weights.classes, classes) is None
+    image_size = _image_size(weights)
     # 9 x 4 patches have as many positions as 6 x 6.
     same_grid = not isinstance(network, VisionTransformer) or image_size in (None, network.image_size)
-    if ours is not None and model is not None:
-        head = ours.specs.get(f"{network.head_name}.weight")
+    if model is not None and weights.config is not None:
+        head = weights.specs.get(f"{network.head_name}.weight")
         has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features
-        check_same_model(model, trained, name, fresh_head=not has_head)
-    if ours is not None and same_classes and same_grid and _shapes(ours.specs) == _shapes(state):
+        check_same_model(model, weights.config["model"], name, fresh_head=not has_head)
+    if same_classes and same_grid and _shapes(weights.specs) == _shapes(state):
         with torch.no_grad():
-            ours.fill(state)
-        kind, step = ours.origin.kind, ours.origin.step
-        fitted = pretrained.Fitted(name, pretrained.OURS, kind, step, loaded=list(ours.specs))
+            weights.fill(state)
+        fitted = pretrained.Fitted(name, pretrained.OURS, kind, loaded=list(weights.specs))
     else:
-        read = _read_whole(ours) if ours is not None and Path(found).is_dir() else pretrained.read_weights(str(found))
-        read = replace(read, source=name, norm=norm_place(trained) or read.norm, image_size=image_size)
-        try:
-            fitted = fit_weights(read, network, classes=classes, allow=allow, for_training=for_training)
-        except pretrained.Mismatch as error:
-            of_another = [_OF_ANOTHER.format(name)] if trained else []
-            raise UserError(*of_another, *_mismatch_lines(error, network, found, name)) from error
-        for name, tensor in fitted.tensors.items():
-            assign(state[name], tensor)
+        fitted = _read_to_fit(weights, name, network, classes, image_size, allow=allow, for_training=for_training)
+        kind = "ema" if "ema" in fitted.part else kind
+        for key, tensor in fitted.tensors.items():
+            assign(state[key], tensor)
         if for_training:
             _initialise_head(network, state, fitted, new_head)
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
-    return Loaded(found, "ema" if "ema" in fitted.part else "model", fitted.step, fitted, image_size)
+    return Loaded(found, kind, weights.origin.step, fitted, image_size)
 
 
 def load_network(
@@ -145,12 +138,11 @@ def _initialise_head(
         assign(state[bias], torch.zeros(tuple(state[bias].shape)))
 
 
-def _image_size(found: Path | str, ours: Weights | None) -> Size | None:
+def _image_size(weights: Weights) -> Size | None:
     """The size of the images that weights are for, if they say it."""
-    if ours is not None and ours.config is not None:
-        size = ours.config.get("data", {}).get("image_size")
-        return None if size is None else Size.of(size)
-    about = _described(found)
+    if weights.config is not None:
+        return Size.of(weights.config["data"]["image_size"])
+    about = _described(weights.origin.path)
     return None if about is None else about.trained_size
 
 
@@ -162,41 +154,41 @@ def _described(found: Path | str) -> pretrained.Preprocessing | None:
         return None
 
 
-def _read_whole(weights: Weights) -> pretrained.ReadWeights:
-    tensors, origin = weights.read(), weights.origin
-    about: dict[str, Any] = {"part": origin.kind, "classes": weights.classes, "step": origin.step, "plain": tensors}
-    return pretrained.ReadWeights(str(origin.path), pretrained.OURS, tensors, **about)
-
-
-def fit_weights(
-    read: pretrained.ReadWeights,
+def _read_to_fit(
+    weights: Weights,
+    name: str,
     network: Network,
-    *,
     classes: tuple[str, ...],
-    allow: Sequence[str] = (),
-    for_training: bool = True,
+    image_size: Size | None,
+    *,
+    allow: Sequence[str],
+    for_training: bool,
 ) -> pretrained.Fitted:
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out."""
-    source = read.source
-    place = first_other_class(read.classes, classes)
+    found, before = weights.origin.path, weights.classes or ()
+    place = first_other_class(weights.classes, classes)
     if place is not None and not for_training:
         raise UserError(
-            f"weights: {source} was trained on different classes than data.root has: output {place} was "
-            f"{_named(read.classes or (), place)} and is {_named(classes, place)}"
+            f"weights: {name} was trained on different classes than data.root has: output {place} was "
+            f"{_named(before, place)} and is {_named(classes, place)}"
         )
-    head: str = network.head_name
-    if place is not None:
-        kept = {name: value for name, value in read.tensors.items() if not name.startswith(f"{head}.")}
-        read = replace(read, tensors=kept)
-    fitted = pretrained.fit(read, network, allow=allow)
-    if place is not None:
-        for name in fitted.fresh:
-            if name.startswith(f"{head}."):
-                fitted.fresh[name] = f"{len(classes)} classes, {len(read.classes or ())} different ones in the file"
+    if Path(found).is_dir():
+        tensors = weights.read()
+        read = pretrained.ReadWeights(name, pretrained.OURS, tensors, part=weights.origin.kind, plain=tensors)
+    else:
+        read = replace(pretrained.read_weights(str(found)), source=name)
+    if weights.config is not None:
+        read = replace(read, norm=norm_place(weights.config["model"]) or read.norm)
+    other_classes = 0 if place is None else len(before)
+    try:
+        fitted = pretrained.fit(read, network, allow=allow, image_size=image_size, other_classes=other_classes)
+    except pretrained.Mismatch as error:
+        of_another = [] if weights.config is None else [_OF_ANOTHER.format(name)]
+        raise UserError(*of_another, *_mismatch_lines(error, network, found, name)) from error
     if fitted.fresh and not for_training:
-        name, reason = next(iter(fitted.fresh.items()))
+        fresh, reason = next(iter(fitted.fresh.items()))
         raise UserError(
-            f"weights: {source} leaves {len(fitted.fresh)} tensors of the model without values ({name}: {reason}), so "
+            f"weights: {name} leaves {len(fitted.fresh)} tensors of the model without values ({fresh}: {reason}), so "
             "it cannot be scored; train first, or choose the model that it belongs to"
         )
     return fitted

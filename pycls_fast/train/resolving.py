@@ -22,7 +22,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
-from pycls_fast.train.weights import find_weights, open_ours
+from pycls_fast.train.weights import open_source
 from pycls_fast.values import AUTO
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
@@ -142,14 +142,12 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     `config.json`, and Google's `.npz` files all use the same. Any other file has those that timm knows of its `model`;
     None without one.
     """
-    found = find_weights(source)
-    path = Path(found)
-    if path.suffix == ".npz":
+    weights = open_source(source, world)
+    if weights.config is not None:
+        return _of_config(weights.config)
+    if str(weights.origin.path).endswith(".npz"):
         return _JAX
-    ours = open_ours(found, world)
-    if ours is not None and ours.config is not None:
-        return _of_config(ours.config)
-    about = pretrained.described(found, model=model, for_scoring=False)
+    about = pretrained.described(weights.origin.path, model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 

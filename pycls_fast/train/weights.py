@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import SUFFIXES, Predict, open_exported
 from pycls_fast.optim.weights import local, local_slices
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.reading import SavedWeights
+from pycls_fast.reading import SavedWeights, our_config, parse_json
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import Spec
 from pycls_fast.train.environment import versions
@@ -45,14 +45,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights in a file: their description, and a function that fills tensors, or this rank's shards, by name."""
+    """What a source says of its weights, and a function that fills tensors, or this rank's shards, by name.
+
+    Of a hub's weights, and of files that have to be read whole, only `origin` is known.
+    """
 
     origin: Origin
-    specs: Mapping[str, Spec]
-    classes: tuple[str, ...] | None
-    config: Mapping[str, Any] | None
+    specs: Mapping[str, Spec] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    config: Mapping[str, Any] | None = None
     """The configuration of the run that they come from."""
-    fill: Callable[[Mapping[str, Tensor]], None]
+    fill: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None
     train_names: str | None = None
     """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
     run: Predict | None = None
@@ -101,17 +104,18 @@ def find_weights(source: str | Path) -> Path | str:
     return found
 
 
-def open_ours(found: Path | str, world: World = ALONE) -> Weights | None:
-    """Open what `find_weights` found without reading its tensors, if it is a checkpoint or a `.safetensors` file; None
-    for a hub's name or another kind of file, which must be read whole. All ranks call this."""
+def open_source(source: str | Path, world: World = ALONE) -> Weights:
+    """What a source says of its weights (see `find_weights`), without reading the tensors; all ranks call this."""
+    found = find_weights(source)
     if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
-        return None
+        return Weights(Origin(found, "model", None))
     return open_weights(found, world=world)
 
 
-def open_weights(path: Path | str, *, kind: str = "auto", world: World = ALONE) -> Weights:
-    """Open a checkpoint's folder or a `.safetensors` file, without reading its tensors; all ranks call this. A
-    `UserError` if it has no weights of this kind ("auto": the average if there is one), or another project's."""
+def open_weights(source: str | Path, *, kind: str = "auto", world: World = ALONE) -> Weights:
+    """The same of a checkpoint or a `.safetensors` file. A `UserError` if it has no weights of this kind ("auto": the
+    average if there is one), or for what has to be read whole."""
+    path = find_weights(source)
     if isinstance(path, str):
         raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
     if path.suffix in PROGRAMS:
@@ -144,8 +148,6 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
         names = file.keys()
         slices = {name: file.get_slice(name) for name in names}
         specs = {name: Spec(tuple(p.get_shape()), _getdtype(p.get_dtype())) for name, p in slices.items()}
-    saved = about.get("weights", "model")
-    one_of("which", kind, ("auto", saved), more=f" for {path}")
 
     def fill(tensors: Mapping[str, Tensor]) -> None:
         with safe_open(path, "pt") as file:
@@ -153,17 +155,36 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
                 part = file.get_slice(name)[local_slices(tensor)] if tensor.ndim else file.get_tensor(name)
                 local(tensor).copy_(part)
 
-    own = pretrained.own_metadata(about)
-    return Weights(Origin(path, saved, own.step), specs, own.classes, own.config, fill)
+    weights = _of_header(path, about, specs=specs, fill=fill)
+    one_of("which", kind, ("auto", weights.origin.kind), more=f" for {path}")
+    return weights
 
 
 def open_program(path: Path) -> Weights:
     """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`."""
     run, texts = open_exported(path)
-    own, kind = pretrained.own_metadata(texts), texts.get("weights", "model")
-    opened = Weights(Origin(path, kind, own.step), {}, own.classes, own.config, fill=lambda tensors: None, run=run)
+    opened = _of_header(path, texts, run=run)
     opened.require_model()
     return opened
+
+
+def _of_header(path: Path, texts: Mapping[str, str], **known: Any) -> Weights:
+    """What a file's metadata say (`about_weights`); other programs' values under the same keys are ignored."""
+    classes, step, config = (_json_or_none(texts.get(key, "")) for key in ("classes", "step", "config"))
+    has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    return Weights(
+        Origin(path, texts.get("weights", "model"), step if type(step) is int else None),
+        classes=tuple(classes) if has_names else None,
+        config=our_config(config),
+        **known,
+    )
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
 
 
 NOT_PUBLISHED = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")

@@ -11,7 +11,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -481,7 +480,7 @@ def test_positions_are_interpolated_as_timm_does(
 ) -> None:
     theirs = small_timm(img_size=before, **theirs_kwargs)
     ours, read = small(image_size=after, **ours_kwargs), pretrained.read_weights(saved(theirs))
-    fitted = pretrained.fit(replace(read, image_size=Size(*before) if known else None), ours)
+    fitted = pretrained.fit(read, ours, image_size=Size(*before) if known else None)
     old, new = ([side // PATCH for side in size] for size in (before, after))
     assert fitted.adapted == {"positions.value": f"interpolated from {old[0]} x {old[1]} to {new[0]} x {new[1]}"}
     expected = resample_abs_pos_embed(theirs.pos_embed, new, old, num_prefix_tokens=extra)[0]

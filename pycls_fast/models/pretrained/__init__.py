@@ -13,7 +13,6 @@ from pycls_fast.models.pretrained.read import ReadWeights as ReadWeights
 from pycls_fast.models.pretrained.read import download as download
 from pycls_fast.models.pretrained.read import is_hub as is_hub
 from pycls_fast.models.pretrained.read import local_file as local_file
-from pycls_fast.models.pretrained.read import own_metadata as own_metadata
 from pycls_fast.models.pretrained.read import pinned as pinned
 from pycls_fast.models.pretrained.read import read_weights as read_weights
 from pycls_fast.models.pretrained.traits import Preprocessing as Preprocessing

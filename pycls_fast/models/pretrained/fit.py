@@ -55,7 +55,6 @@ class Fitted:
     source: str
     layout: str
     part: str = ""
-    step: int | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     adapted: dict[str, str] = field(default_factory=dict)
@@ -84,7 +83,14 @@ def _grouped(found: Mapping[str, str]) -> list[str]:
     return [f"{first_few(names, 3)}: {reason}" for reason, names in by_reason.items()]
 
 
-def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fitted:
+def fit(
+    read: ReadWeights,
+    network: Network,
+    *,
+    allow: Sequence[str] = (),
+    image_size: Size | None = None,
+    other_classes: int = 0,
+) -> Fitted:
     """Convert weights to the network's names and shapes.
 
     With a different number of classes the head keeps its initial values; positions are interpolated, patches resampled
@@ -94,6 +100,9 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         network: its values are neither read nor changed, so it may be on the meta device.
         allow: names in the file or the network, with * as a wildcard, that may be missing, unexpected or differ in
             shape: such tensors of the network keep their values, such tensors of the file are not used.
+        image_size: that of the images that the weights are for, if it is known.
+        other_classes: number of the weights' classes if they are not the network's, whose head then keeps its values
+            even if it has the same shape.
 
     Raises:
         Mismatch: one line for each kind of mismatch, with the names to allow; `UnknownKind` has only one line.
@@ -108,15 +117,17 @@ def fit(read: ReadWeights, network: Network, *, allow: Sequence[str] = ()) -> Fi
         )
     check_kind(network, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    fitted = Fitted(read.source, read.layout, read.part, read.step)
-    fitted.left_out |= dict.fromkeys(read.unused, "no part of a classifier")
+    fitted = Fitted(read.source, read.layout, read.part)
     tensors, unknown = _in_names_of(network, read, shapes, fitted)
-    _fit_first_layer(tensors, network, shapes, fitted, bgr=read.bgr)
+    # Such as MAE's decoder.
+    unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
+    fitted.left_out |= dict.fromkeys(unused, "no part of a classifier")
+    _fit_first_layer(tensors, network, shapes, fitted, bgr=read.traits.bgr)
     head: str = network.head_name
-    _fit_head(tensors, shapes, head, fitted)
+    _fit_head(tensors, shapes, head, fitted, other_classes)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        _fit_positions(tensors, network, read.image_size or Size(1, 1), shapes, fitted)
+        _fit_positions(tensors, network, image_size or Size(1, 1), shapes, fitted)
         _fit_experts(tensors, network, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
@@ -174,14 +185,18 @@ def _note_resized(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sha
             fitted.note(name, f"resized by timm from {tuple(before[key].shape)} to {tuple(tensor.shape)}")
 
 
-def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted) -> None:
-    weight = f"{head}.weight"
-    if weight in tensors and tuple(tensors[weight].shape) == shapes[weight]:
-        return
-    if weight in tensors and tensors[weight].shape[0] == shapes[weight][0] and "pre_logits.weight" not in shapes:
+def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fitted, other_classes: int) -> None:
+    weight, before = f"{head}.weight", "none in the file"
+    if other_classes:
+        before = f"{other_classes} different ones in the file"
+        for name in [name for name in tensors if name.startswith(f"{head}.")]:
+            del tensors[name]
+    elif weight in tensors:
+        theirs, ours = tensors[weight].shape, shapes[weight]
         # The same classes on other features mean a different model, not a new task; `_resolve` reports it.
-        return
-    before = f"{tensors[weight].shape[0]} classes in the file" if weight in tensors else "none in the file"
+        if tuple(theirs) == ours or (theirs[0] == ours[0] and "pre_logits.weight" not in shapes):
+            return
+        before = f"{theirs[0]} classes in the file"
     for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
         dropped = tensors.pop(name, None)
         if name in shapes:
@@ -343,7 +358,7 @@ def _resolve(
     unexpected = []
     for name in (*(n for n in tensors if n not in shapes), *unknown):
         if allowed(name):
-            fitted.left_out[name] = "allowed"
+            fitted.left_out.setdefault(name, "allowed")
         elif name not in fitted.left_out:
             unexpected.append(name)
     found = (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped))

@@ -26,15 +26,13 @@ from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNET
 from pycls_fast.models.pretrained.traits import (
     Traits,
     jax_traits,
-    pycls_takes_bgr,
     pycls_traits,
     timm_traits,
     timm_weights,
     torchvision_vit_traits,
     torchvision_weights,
 )
-from pycls_fast.reading import check_unpacked, open_file, our_config, parse_json, read_npz
-from pycls_fast.values import Size
+from pycls_fast.reading import check_unpacked, open_file, read_npz
 
 Fetched = TypeVar("Fetched")
 
@@ -163,14 +161,9 @@ class ReadWeights:
         layout: the naming scheme of the file, such as "timm vision transformer".
         tensors: in our names if the layout is known; empty otherwise.
         unknown: the file's names of tensors for which we have no name.
-        unused: the same for parts that never belong to a classifier, such as MAE's decoder.
         norm: the inputs on which a vision transformer's final norm was trained; None if the file does not say.
-        bgr: whether the first layer takes the channels in the order blue, green, red.
         traits: settings that the source gives and the tensors do not show.
         part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
-        classes: names of the outputs, if the file has them.
-        step: the step at which one of our runs saved it, if the file says so.
-        image_size: that of the images that the weights are for, if it is known.
         plain: the file's tensors under the file's names.
     """
 
@@ -178,14 +171,9 @@ class ReadWeights:
     layout: str = OTHER
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
     norm: NormPlace | None = None
-    bgr: bool = False
     traits: Traits = field(default_factory=Traits)
     part: str = ""
-    classes: tuple[str, ...] | None = None
-    step: int | None = None
-    image_size: Size | None = None
     plain: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -238,16 +226,7 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
     if layout in (JAX_VIT, PYCLS_VIT) and "class_token.value" in tensors:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
-    is_unused = {name: name == "mask_token" or name.startswith("decoder_") for name in unknown}
-    return replace(
-        read,
-        layout=layout,
-        tensors=tensors,
-        unknown=tuple(name for name in unknown if not is_unused[name]),
-        unused=tuple(name for name in unknown if is_unused[name]),
-        norm=norm,
-        traits=traits,
-    )
+    return replace(read, layout=layout, tensors=tensors, unknown=tuple(unknown), norm=norm, traits=traits)
 
 
 def _read_safetensors(source: str, path: Path) -> ReadWeights:
@@ -256,32 +235,7 @@ def _read_safetensors(source: str, path: Path) -> ReadWeights:
     with safe_open(path, "pt") as file:
         about = file.metadata() or {}
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    own = own_metadata(about)
-    return ReadWeights(source, plain=_bare(state), part=about.get("weights", ""), classes=own.classes, step=own.step)
-
-
-@dataclass(frozen=True)
-class OwnMetadata:
-    """What `pycls-fast export` writes into a file's header; None for what is missing."""
-
-    classes: tuple[str, ...] | None
-    step: int | None
-    config: Mapping[str, Any] | None
-    """The run's configuration."""
-
-
-def own_metadata(about: Mapping[str, str]) -> OwnMetadata:
-    """Read the header of a safetensors file; other programs' values under the same keys are ignored."""
-    classes, step, config = (_json_or_none(about.get(key, "")) for key in ("classes", "step", "config"))
-    has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    return OwnMetadata(tuple(classes) if has_names else None, step if type(step) is int else None, our_config(config))
-
-
-def _json_or_none(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
+    return ReadWeights(source, plain=_bare(state), part=about.get("weights", ""))
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
@@ -308,12 +262,10 @@ def _one_set(source: str, loaded: Any) -> ReadWeights:
     if odd or not tensors:
         what = f"{first_few(odd)}: sparse, quantized or without values" if odd else first_few(list(map(str, loaded)), 8)
         raise ValueError(f"it holds no dense weights by name, but {what}")
-    state = _bare(tensors)
-    read = ReadWeights(source, plain=state, part=part)
+    state, traits = _bare(tensors), Traits()
     if "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state:
-        settings = str(loaded.get("cfg", ""))
-        read = replace(read, traits=pycls_traits(settings), bgr=pycls_takes_bgr(settings))
-    return read
+        traits = pycls_traits(str(loaded.get("cfg", "")))
+    return ReadWeights(source, plain=state, part=part, traits=traits)
 
 
 def _read_torch(path: Path) -> Any:

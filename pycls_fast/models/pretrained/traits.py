@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Traits:
     """Settings of the model that weights belong to (keys of `model`); None or empty if the source does not say.
 
     Attributes:
+        bgr: its first layer takes the channels in the order blue, green, red.
         unlike: what that model does and ours cannot, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
     """
@@ -36,6 +37,7 @@ class Traits:
     norm_eps: float | None = None
     classifier: str | None = None
     shortcut: str | None = None
+    bgr: bool = False
     unlike: str = ""
     pools_unlike: str = ""
 
@@ -80,26 +82,20 @@ def jax_traits(arrays: Mapping[str, Tensor]) -> Traits:
 
 
 def pycls_traits(settings: str) -> Traits:
+    """Traits of a model of pycls, from the configuration of its run."""
     found = _sections(settings)
-    kind = found.get("MODEL", {}).get("TYPE")
+    kind, resnet = found.get("MODEL", {}).get("TYPE"), found.get("RESNET", {})
+    # pycls reads ImageNet's images with OpenCV and keeps its channel order (`datasets/imagenet.py`, all versions), also
+    # for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
+    by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
+    traits = Traits(bgr=not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10")
     if kind == "vit":
         heads, eps = found.get("VIT", {}).get("NUM_HEADS"), found.get("LN", {}).get("EPS")
-        return Traits(heads=heads if isinstance(heads, int) else None, norm_eps=eps if isinstance(eps, float) else None)
-    resnet = found.get("RESNET", {})
+        traits = replace(traits, heads=heads if isinstance(heads, int) else None)
+        return replace(traits, norm_eps=eps if isinstance(eps, float) else None)
     if kind == "resnet" and resnet.get("STRIDE_1X1") and resnet.get("TRANS_FUN") == "bottleneck_transform":
-        return Traits(unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
-    return Traits()
-
-
-def pycls_takes_bgr(settings: str) -> bool:
-    """Whether the first layer of a run of pycls takes channels in the order blue, green, red.
-
-    pycls reads ImageNet's images with OpenCV and keeps its channel order (`datasets/imagenet.py`, all versions), also
-    for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
-    """
-    found = _sections(settings)
-    by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
-    return not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10"
+        return replace(traits, unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
+    return traits
 
 
 def _sections(settings: str) -> dict[str, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
 from pycls_fast.train.tasks.score import scored_split, set_up
-from pycls_fast.train.weights import Weights, check_output, find_weights, open_weights, write_weights
+from pycls_fast.train.weights import Weights, check_output, open_weights, write_weights
 
 # Natural logarithms of the lowest and the highest temperature.
 _RANGE = (-4.0, 4.0)
@@ -59,7 +59,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     path = user_path(output)
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
-        weights = open_weights(find_weights(setup.weights))
+        weights = open_weights(setup.weights.origin.path)
         scored = scored_split(setup, split)
         network, _ = setup.load(scored.source)
         last, sets_LK = network.last_layer(), build.label_sets(setup.config, scored.source, torch.device("cpu"))
@@ -146,7 +146,7 @@ def soup(
     path = user_path(output)
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
-        found = [open_weights(find_weights(each), kind=which) for each in (setup.weights, *others)]
+        found = [open_weights(each, kind=which) for each in (setup.weights.origin.path, *others)]
         for each in found[1:]:
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.origin.path} has other tensors or classes than {found[0].origin.path}")

@@ -33,7 +33,7 @@ from pycls_fast.train.load_weights import Loaded, load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
-from pycls_fast.train.weights import Weights, find_weights, open_ours, open_program
+from pycls_fast.train.weights import Weights, find_weights, open_program, open_source
 
 # Classes that are printed.
 _CLASSES = 20
@@ -63,14 +63,11 @@ class Setup:
 
     Attributes:
         config: the user's, with the commit of `weights`, and with the weights' own preprocessing if that is used.
-        weights: from `find_weights`.
-        ours: the same, opened, if they are of a run or a file of ours.
         preprocessing: the weights' own, if it is used.
     """
 
     config: RunConfig
-    weights: Path | str
-    ours: Weights | None
+    weights: Weights
     preprocessing: pretrained.Preprocessing | None
     world: World
     switches: Speed
@@ -83,12 +80,11 @@ class Setup:
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
-        ours, settings = self.ours, self.config.data
-        if ours is None or ours.run is None:
+        origin, run, settings = self.weights.origin, self.weights.run, self.config.data
+        if run is None:
             return load_network(self.config, data, self.world, self.switches, for_training=for_training)
-        origin = ours.origin
-        fitted = pretrained.Fitted(str(origin.path), pretrained.OURS, origin.kind, origin.step)
-        network = ExportedNetwork(ours.run, settings.mean, settings.std)
+        fitted = pretrained.Fitted(str(origin.path), pretrained.OURS, origin.kind)
+        network = ExportedNetwork(run, settings.mean, settings.std)
         return network, Loaded(origin.path, origin.kind, origin.step, fitted, settings.image_size)
 
     def scorer(self, network: nn.Module) -> Scorer:
@@ -147,12 +143,10 @@ def set_up(
         config = with_precision(pin_weights(config, world), world, training=False)
         assert config.weights is not None
         found = find_weights(config.weights)
-        if programs and isinstance(found, Path) and found.suffix in EXPORTED:
-            ours: Weights | None = open_program(found)
-        else:
-            ours = open_ours(found, world)
+        is_program = programs and isinstance(found, Path) and found.suffix in EXPORTED
+        weights = open_program(Path(found)) if is_program else open_source(found, world)
         # Those of a run have the preprocessing in their configuration.
-        name = timm_name(config) if ours is None or ours.config is None else None
+        name = timm_name(config) if weights.config is None else None
         about = pretrained.described(found, model=name) if preprocessing == "weights" else None
         if about is not None:
             config = build.with_preprocessing(config, about)
@@ -160,13 +154,13 @@ def set_up(
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
         damaged = DamagedImages(config.data.max_damaged, world, display)
-        yield Setup(config, found, ours, about, world, switches, display, damaged)
+        yield Setup(config, weights, about, world, switches, display, damaged)
 
 
 def scored_split(setup: Setup, split: str) -> EvalSet:
     """The split ("all" for data that has only one), or the set that `data.eval_set` names; notes a random split that is
     not the weights' own."""
-    config, data, world, ours = setup.config, setup.config.data, setup.world, setup.ours
+    config, data, world, weights = setup.config, setup.config.data, setup.world, setup.weights
     if data.eval_set is not None:
         one_of("split", split, ["val"], more=f" with data.eval_set={data.eval_set}")
         assert data.eval_root is not None
@@ -183,29 +177,29 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
     if note is not None:
         setup.display.note(note)
     source = sources[split]
-    if ours is not None and ours.classes is not None:
-        source = match_classes(source, ours.classes, where="data.root", of=str(setup.weights))
+    if weights.classes is not None:
+        source = match_classes(source, weights.classes, where="data.root", of=str(weights.origin.path))
     return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
 
 
 def _classes(setup: Setup) -> tuple[str, ...]:
     """Class names of the outputs, by which evaluation sets are matched."""
-    if setup.ours is not None and setup.ours.classes is not None:
-        return setup.ours.classes
+    if setup.weights.classes is not None:
+        return setup.weights.classes
     # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
     if setup.config.model.num_classes in (None, 1000):
         return imagenet_wnids()
-    raise UserError(f"weights: {setup.weights} does not name its classes, which data.eval_set needs")
+    raise UserError(f"weights: {setup.weights.origin.path} does not name its classes, which data.eval_set needs")
 
 
 def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | None:
     """A note if a random split is not the one that the weights were trained on; None if it is."""
-    config, found, ours = setup.config, setup.weights, setup.ours
-    root = None if ours is None or ours.config is None else ours.config["data"].get("root")
+    config, found, saved = setup.config, setup.weights.origin.path, setup.weights.config
+    root = None if saved is None else saved["data"].get("root")
     is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
     if split == "all" and is_own:
         return f"data.root: {found} was trained on most of these images"
-    names = None if ours is None else ours.train_names
+    names = setup.weights.train_names
     if not sources[split].drawn or (names is not None and names == sources["train"].names_id()):
         return None
     if not is_own:

@@ -27,10 +27,9 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
-from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
 from pycls_fast.train.load_weights import load_weights
-from pycls_fast.train.weights import NOT_PUBLISHED, preprocessing
+from pycls_fast.train.weights import NOT_PUBLISHED, open_weights, preprocessing
 from tests.factories import assert_same_bits, config_of
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run, metadata
@@ -122,7 +121,7 @@ def test_the_file_loads_and_exports_again(run_dir: Path, tmp_path: Path) -> None
 def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str]) -> None:
     save_file(make_network(CONFIG).state_dict(), tmp_path / "net.safetensors", metadata=about)
     assert load_weights(make_network(CONFIG), tmp_path / "net.safetensors", classes=CLASSES).step is None
-    assert pretrained.read_weights(str(tmp_path / "net.safetensors")).classes is None
+    assert open_weights(tmp_path / "net.safetensors").classes is None
     with pytest.raises(UserError, match="does not say which model and classes it belongs to"):
         pycls_fast.load(tmp_path / "net.safetensors")
     assert saved_with_weights([f"weights={tmp_path / 'net.safetensors'}"]) is None

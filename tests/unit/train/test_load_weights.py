@@ -71,6 +71,12 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     assert torch.equal(network.head.weight, before)
     with pytest.raises(UserError, match=r"on different classes than data\.root has: output 1 was dog and is fox"):
         load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
+    # A folder of timm's form that was exported from a run.
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), file, {"classes": '["cat", "dog"]'})
+    fitted = load_weights(TimmNetwork(name="test_resnet", num_classes=2), file, classes=("cat", "fox")).fitted
+    assert fitted.fresh == dict.fromkeys(
+        ("network.fc.weight", "network.fc.bias"), "2 classes, 2 different ones in the file"
+    )
 
 
 @pytest.mark.parametrize(
