@@ -26,8 +26,9 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     Methods: Another Look at the Jackknife, 1979): from the N images N are drawn with replacement, 1,000 times, and 2.5%
     of the scores that they have are cut off at either end. Resamples have a higher calibration error than the images,
     as what was drawn too often in a bin counts like what was drawn too seldom; so its ends are mirrored at the score
-    (the basic bootstrap). Scores that are the same in all resamples or unknown in one have no interval, nor have `auc`
-    and `map`, for which all classes' scores are ranked, above 1 million images x classes.
+    (the basic bootstrap), which is the upper end where few resamples have a lower one. Scores that are the same in all
+    resamples or unknown in one have no interval, nor have `auc` and `map`, for which all classes' scores are ranked,
+    above 1 million images x classes.
     """
     # It takes half a second to import.
     from scipy import stats
@@ -44,7 +45,7 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     for name in (name for name in parts[0] if name in known):
         low, high = np.quantile(np.concatenate([part[name] for part in parts]), (0.025, 0.975)).tolist()
         if name == "calibration_error":
-            low, high = max(2 * known[name] - high, 0.0), 2 * known[name] - low
+            low, high = max(2 * known[name] - high, 0.0), max(2 * known[name] - low, known[name])
         if low < high:
             found[name] = [low, high]
     return found

@@ -65,10 +65,15 @@ class Fitted:
         """Record how a tensor was adapted, after any earlier notes on it."""
         self.adapted[name] = f"{self.adapted[name]}; {how}" if name in self.adapted else how
 
+    @property
+    def file(self) -> str:
+        """Its name and what is in it; a layout that we do not know is the network's own."""
+        known = [what for what in (self.layout, self.part) if what not in ("", OTHER)]
+        return f"{self.source} ({', '.join(known)})" if known else self.source
+
     def table(self) -> list[tuple[str, str]]:
         """Rows (what, which) for the screen: what was loaded, adapted and left fresh."""
-        what = self.layout + (f", {self.part}" if self.part else "")
-        rows = [("file", f"{self.source} ({what})"), ("loaded", f"{len(self.loaded)} tensors")]
+        rows = [("file", self.file), ("loaded", f"{len(self.loaded)} tensors")]
         rows += [("adapted", line) for line in _grouped(self.adapted)]
         rows += [("left fresh", line) for line in _grouped(self.fresh)]
         rows += [("not used", line) for line in _grouped(self.left_out)]
@@ -362,7 +367,7 @@ def _resolve(
         elif name not in fitted.left_out:
             unexpected.append(name)
     found = (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped))
-    begin = f"weights: {fitted.source} ({fitted.layout}) does not fit the model"
+    begin = f"weights: {fitted.file} does not fit the model"
     lines = [f"{begin}: {what}: {first_few(names, 3)}" for what, names in found if names]
     if lines:
         kept = " (model.class_token=true keeps the class token)" if "class_token.value" in unexpected else ""

@@ -145,3 +145,13 @@ def test_a_calibrated_classifier_may_have_no_error() -> None:
     low, high = intervals(Evaluation(70.0, 99.0, 1.0, 600, found), source_of(labels_N), scores)["calibration_error"]
     assert low < 0.005
     assert scores["calibration_error"] < high < 0.05
+
+
+def test_the_calibration_error_of_few_images_is_in_its_interval() -> None:
+    draw = np.random.RandomState(9)
+    probabilities_N = draw.uniform(0.5, 1, 100).astype(np.float32)
+    labels_N = (draw.rand(100) > probabilities_N).astype(np.int64)
+    found = Predictions(np.arange(100), labels_N, np.zeros(100, np.int64), np.ones(100, np.float32), probabilities_N)
+    scores = class_scores(found, CLASSES)
+    low, high = intervals(Evaluation(70.0, 99.0, 1.0, 100, found), source_of(labels_N), scores)["calibration_error"]
+    assert low < scores["calibration_error"] <= high

@@ -109,6 +109,15 @@ def test_weights_of_another_model_of_timm(
         load_weights(network(), folder, classes=AB)
 
 
+def test_the_names_of_timm_need_no_other_word(tmp_path: Path) -> None:
+    file = tmp_path / "mine.safetensors"
+    save_file(timm.create_model("test_efficientnet").state_dict(), file)
+    network = TimmNetwork(name="test_efficientnet", num_classes=2, image_size=64)
+    origin = load_weights(network, file, classes=AB)
+    assert origin.fitted is not None
+    assert origin.fitted.table()[0] == ("file", str(file))
+
+
 AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")
 VIT = {"stem": "conv", "stem_widths": (4, 4), "stem_strides": (2, 4), "class_token": True, "classifier": "pooled"}
 SIZES = {"patch_size": 8, "width": 12, "depth": 1, "heads": 3, "mlp_width": 20}
