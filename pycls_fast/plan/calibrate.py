@@ -32,6 +32,7 @@ from pycls_fast.parallel.tensor import divide
 from pycls_fast.plan.cluster import Accelerator, Kernels, TimedWork, fitted
 from pycls_fast.plan.memory_plan import group
 from pycls_fast.plan.operators import EXCHANGES, CountWork
+from pycls_fast.speed import Device
 
 # Bytes of the exchanges that are timed, and the number of timings of each.
 _SIZES, _REPEATS = (2**12, 2**24), 7
@@ -54,8 +55,13 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEAT
     return statistics.median(once() for _ in range(repeats))
 
 
+# Images of the layers that are timed: in a CPU's caches and beyond; enough for a GPU to compute for longer than its
+# host takes to launch the kernels, which would be timed otherwise.
+_IMAGES: dict[Device, tuple[int, int]] = {"cpu": (2, 8), "cuda": (128, 512)}
+
+
 def _examples(images: int) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Layers and inputs that time each kind of kernel: in a CPU's caches and beyond, with many channels and few."""
+    """Layers and inputs that time each kind of kernel, with many channels and few."""
     for width in (384, 768):
         yield nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)), torch.randn(images, 196, width)
         yield nn.Sequential(nn.LayerNorm(width), nn.GELU()), torch.randn(images, 196, width)
@@ -110,7 +116,7 @@ def measured(device: torch.device) -> Accelerator:
             fused=0.54,
             device=device_kind(device),
         )
-        examples = (example for images in (2, 8) for example in _examples(images))
+        examples = (example for images in _IMAGES[start.device] for example in _examples(images))
         return fitted(start, [_timed(layer, features, device) for layer, features in examples])
     finally:
         torch.set_float32_matmul_precision("highest")

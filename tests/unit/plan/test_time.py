@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.parallel.world import ALONE
@@ -194,6 +195,19 @@ def test_statistics_are_read_for_in_training_only() -> None:
             network(features)
         moved.append(sum(work.bytes for work in found.found))
     assert moved[0] - moved[1] == pytest.approx(features.nbytes, rel=0.05)
+
+
+def test_a_gpu_computes_longer_than_its_host_takes_to_launch() -> None:
+    """By its data sheet, in all that `plan calibrate` times there: times of the host say nothing of the GPU."""
+    h200 = clusters.accelerator("h200")
+    for images in calibrating._IMAGES["cuda"]:
+        with FakeTensorMode():
+            for layer, features in calibrating._examples(images):
+                gradient = torch.ones_like(layer(features.requires_grad_()))
+                with CountWork() as found:
+                    layer(features).backward(gradient)
+                kernels = Kernels.of(found.found)
+                assert h200.seconds(kernels, compiled=True) > h200.launch * len(found.found), layer
 
 
 def test_a_hop_between_gpus_is_half_of_a_small_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
