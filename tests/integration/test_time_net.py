@@ -113,6 +113,21 @@ def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, mo
     assert built == [True]
 
 
+def test_steps_are_compiled_as_those_of_a_long_training(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_for_gpu(config: Any, switches: Any, world: Any, *, images: float, flops: float) -> Any:
+        assert images == math.inf
+        assert flops > 0
+        return switches.replace(clip="loop")
+
+    monkeypatch.setattr(timed_variant.build, "compile_for_gpu", compile_for_gpu)
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", "speed=fast"])
+    file = tmp_path / "timing.json"
+    assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "train"}, output=str(file)) == 0
+    assert json.loads(file.read_text())["switches"]["clip"] == "loop"
+
+
 @pytest.mark.slow
 def test_compares_variants_in_turns(tmp_path: Path, digits: Path) -> None:
     file = tmp_path / "folder" / "timing.json"

@@ -110,6 +110,8 @@ class TimedVariant:
         sizes = (config.data.image_size, config.data.training_image_sizes[0])
         counts = {size: complexity(lambda: build.counted_model(config, classes), image_size=size) for size in {*sizes}}
         counted, trained = (counts[size] for size in sizes)
+        # As a training that is long enough to be compiled: a variant's seconds are those of its steps.
+        switches = build.compile_for_gpu(config, switches, world, images=math.inf, flops=counted.forward_flops)
         made = cls(name, config, world, switches, sources, counted, trained, classes, DeviceMemory(world.device))
         if {"train", "inference", "both"} & set(parts):
             peaks = (other.matmul for other in others if _products(other.config) == _products(config))
