@@ -340,9 +340,10 @@ def check(schema: type[Model], values: Any) -> Model:
         raise ValueError(f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
-def our_config(values: Any) -> dict[str, Any] | None:
-    """A run's configuration from the header of a safetensors file; None if another program wrote it under that key."""
+def our_config(texts: Mapping[str, str]) -> dict[str, Any] | None:
+    """A run's configuration from the metadata of a file; None if there is none, or another program's under that key."""
     try:
+        values = parse_json(texts.get("config", ""))
         check(SavedConfiguration, values)
     except ValueError:
         return None

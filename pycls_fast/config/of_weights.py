@@ -66,11 +66,9 @@ def _in_file(file: Path) -> dict[str, Any] | None:
             with open_file(file, None) as stream:
                 header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
             texts = header.get("__metadata__", {})
-        text = texts.get("config")
-        values = None if text is None else parse_json(text)
+        return our_config(texts)
     except (OSError, ValueError, TypeError, AttributeError):
         return None  # Reported when the tensors are read.
-    return our_config(values)
 
 
 def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:

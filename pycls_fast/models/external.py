@@ -178,6 +178,10 @@ def _outermost(names: Sequence[str]) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
+# The layers and units of timm's models: a run builds the same one several times, mostly on the meta device.
+_found: dict[tuple[object, ...], tuple[list[str], list[str]]] = {}
+
+
 class TimmNetwork(ExternalNetwork):
     """timm's model with our interface.
 
@@ -260,8 +264,14 @@ class TimmNetwork(ExternalNetwork):
 
     def _find_blocks(self, num_classes: int) -> tuple[list[str], list[str]]:
         """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
+        import timm
+
+        # The function, as a user may register another one under the same name.
+        key = (timm.model_entrypoint(self.name), self.image_size, repr(self.arguments))
         try:
-            return find_blocks(self.network, num_classes, self.image_size)
+            if key not in _found:
+                _found[key] = find_blocks(self.network, num_classes, self.image_size)
+            return _found[key]
         except Exception as error:
             known = self.network.default_cfg.get("input_size")
             made_for = Size.of(known[-2:]) if known else None

@@ -62,7 +62,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
         schedule={"epochs": epochs, "warmup_epochs": warmup},
         data={"global_batch_size": batch},
         runtime={"eval_every_epochs": every},
-        optim={"layer_decay": _layer_decay(config), "batch_norm": batch_norm},
+        optim={"layer_decay": _layer_decay(config, classes), "batch_norm": batch_norm},
     )
     return with_accumulation(config, world, classes)
 
@@ -74,10 +74,10 @@ def epochs_of(images: int, batch: int) -> int:
     return min(max(-(-_STEPS // steps_per_epoch), low), high)
 
 
-def _layer_decay(config: RunConfig) -> float | None:
+def _layer_decay(config: RunConfig, classes: int | None) -> float | None:
     if config.optim.layer_decay != "auto":
         return config.optim.layer_decay
-    network = counted_model(config, config.model.num_classes or 2)
+    network = counted_model(config, config.model.num_classes or classes or 2)
     decays = network.layers() and not any(isinstance(module, BATCH_NORM) for module in network.modules())
     return _LAYER_DECAY if decays else None
 

@@ -170,12 +170,12 @@ def open_program(path: Path) -> Weights:
 
 def _of_header(path: Path, texts: Mapping[str, str], **known: Any) -> Weights:
     """What a file's metadata say (`about_weights`); other programs' values under the same keys are ignored."""
-    classes, step, config = (_json_or_none(texts.get(key, "")) for key in ("classes", "step", "config"))
+    classes, step = (_json_or_none(texts.get(key, "")) for key in ("classes", "step"))
     has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     return Weights(
         Origin(path, texts.get("weights", "model"), step if type(step) is int else None),
         classes=tuple(classes) if has_names else None,
-        config=our_config(config),
+        config=our_config(texts),
         **known,
     )
 
