@@ -166,8 +166,8 @@ class CrossedTrainings:
                 continue
             self.factors.looked = [self.settings.runs_at_most, self.settings.margin]
             self.folder.keep_factors(self.factors)
-            effects = self._result(group).effects
-            if effects and all(effect.word not in (None, "undecided") for effect in effects):
+            looks = self._result(group).looks
+            if looks and looks[-1].settled:
                 break
         return True
 

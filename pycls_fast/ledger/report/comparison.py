@@ -30,12 +30,6 @@ def curve(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {key: [each[key] for each in known[::every]] for key in ("epoch", "loss")}
 
 
-def predictions_of(each: Record) -> list[str]:
-    """What each run predicted, with the cross-entropy of the image in nats."""
-    losses = ("-" if each[f"loss_{run}"] is None else f"{each[f'loss_{run}']:.2f}" for run in "ab")
-    return [f"{run.upper()}: {each[run]} ({loss})" for run, loss in zip("ab", losses, strict=True)]
-
-
 def verdict(record: Record) -> str:
     if record["not_paired"] is not None:
         return f"Not compared image by image: {record['not_paired']}. The numbers below are each over its own images."
@@ -175,7 +169,6 @@ def comparison_page(record: Record, pictures: Mapping[int, str]) -> str:
         settings=_rows(record["settings"]),
         environment=_rows(record["environment"]),
         pictures=pictures,
-        predictions_of=predictions_of,
         classes=_class_rows(record, changed=False),
         most=_CLASSES,
     )

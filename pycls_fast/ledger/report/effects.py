@@ -29,7 +29,7 @@ that two variants act on each other."""
 CHANCE = 0.9
 """With which the resolution is seen, and a forecast number of runs decides."""
 
-Word = Literal["identical", "costs", "costs a little", "free", "gains", "breaks training", "undecided"]
+Word = Literal["identical", "costs", "costs a little", "free", "gains", "undecided"]
 
 
 @lru_cache
@@ -197,6 +197,10 @@ class Effect:
     p_free: float
     word: Word | None
 
+    def __post_init__(self) -> None:
+        if not self.low <= self.difference <= self.high:
+            raise ValueError("the difference is outside of its interval")
+
 
 def identical(variant: str) -> Effect:
     """The effect of a variant all of whose predictions are those of trainings without it."""
@@ -340,16 +344,3 @@ def breaking_variant(
 
     p, worst = min(((p_value(name), place) for place, name in enumerate(names)), default=(1.0, 0))
     return names[worst] if p * len(names) <= 0.05 else None
-
-
-def p_less_accurate(before: Effect, now: Effect) -> float:
-    """p-value of the one-sided test that an effect of another ledger is lower now (Welch-Satterthwaite).
-
-    An effect without an error is that of a variant whose predictions are the reference's.
-    """
-    squares = before.error**2 + now.error**2
-    difference = now.difference - before.difference
-    if not squares:
-        return 0.5 if not difference else float(difference > 0)
-    freedom = squares**2 / sum(each.error**4 / max(each.freedom, 1) for each in (before, now) if each.error)
-    return float(special.stdtr(freedom, difference / math.sqrt(squares)))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from pycls_fast.errors import DONE, UserError, refuse
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.effects import Effect, p_less_accurate
-from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record, sensible
-from pycls_fast.ledger.report.statistics import CONFIDENCE, Speedup, geometric_mean, p_slower, two_sided
+from pycls_fast.ledger.report.effects import Effect
+from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
+from pycls_fast.ledger.report.statistics import CONFIDENCE, Speedup, geometric_mean, p_lower, p_slower, two_sided
 from pycls_fast.train.display import plain_table, wide_console
 
 LEVEL = (1 - CONFIDENCE) / 2
@@ -48,8 +48,7 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         for file, record in zip(files, (before, now), strict=True)
         if record.unfinished
     )
-    with sensible(*files):
-        changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
+    changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
     wide_console().print(plain_table([change.row for change in changes], no_wrap=True))
     return 1 if any(change.lost for change in changes) else DONE
 
@@ -119,7 +118,7 @@ def _first_speeds(before: Timing, now: Timing) -> tuple[str, Speedup, Speedup]:
         return "images/s", geometric_mean(before.rounds), geometric_mean(now.rounds)
 
     def relative(timing: Timing) -> Speedup:
-        pairs = zip(timing.rounds, timing.matmul_flops_per_second or (), strict=True)
+        pairs = zip(timing.rounds, timing.matmul_flops_per_second or (), strict=False)
         return geometric_mean([rate / (flops / 1e12) for rate, flops in pairs])
 
     return "images/s per TFLOP/s", relative(before), relative(now)
@@ -155,7 +154,9 @@ def _interval(values: Speedup) -> str:
 def _accuracy_changes(before: Record, now: Record) -> list[Change]:
     """Whether what a variant does to accuracy has become worse: Welch's test of two effects, Holm's over variants."""
     old, new = (_effects(record) for record in (before, now))
-    p_values = two_sided([p_less_accurate(effect, new[name]) if name in new else None for name, effect in old.items()])
+    pairs = [(effect, new[name]) if name in new else None for name, effect in old.items()]
+    moments = [pair and [(each.difference, each.error, max(each.freedom, 1)) for each in pair] for pair in pairs]
+    p_values = two_sided([p_lower(*pair) if pair else None for pair in moments])
     broken = now.accuracy.broken if now.accuracy else {}
     made = []
     for (name, effect), p_value in zip(old.items(), p_values, strict=True):

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from pycls_fast.errors import DONE, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.measure.numerics import SMALLEST_SUBNORMAL
-from pycls_fast.ledger.report.record import Record, VariantRecord, read_record, sensible
+from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
 from pycls_fast.ledger.report.text import (
     facts,
     headline,
@@ -314,8 +314,7 @@ def redraw(ledger: str, output: str | None) -> int:
     """
     file = user_path(ledger)
     record, folder = read_record(file), file.parent if output is None else user_path(output)
-    with sensible(file):
-        write_page(record, folder)
-        print_table(record)
+    write_page(record, folder)
+    print_table(record)
     print(f"report: {folder / 'index.html'}")
     return DONE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,7 +70,7 @@ class Timing(_Part):
     memory_peak_bytes: NonNegativeInt | None
     rounds: Annotated[list[PositiveFloat], Field(min_length=1)]
     # The machine's own speed in each round.
-    matmul_flops_per_second: list[PositiveFloat] | None
+    matmul_flops_per_second: Annotated[list[PositiveFloat], Field(min_length=1)] | None
     image_size: ImageSize
     precision: str
     switches: dict[str, Any]
@@ -209,12 +208,6 @@ class Record(_Part):
     @property
     def timed(self) -> list[tuple[VariantRecord, Timing]]:
         return [(variant, variant.timing) for variant in self.variants if variant.timing is not None]
-
-
-def sensible(*files: Path) -> AbstractContextManager[None]:
-    """Within the block, what fails is the fault of numbers in a `ledger.json` that nobody has measured."""
-    kinds = (ArithmeticError, LookupError, ValueError)
-    return refusing(f"{' or '.join(map(str, files))}: its numbers make no sense", *kinds, use="give another")
 
 
 def read_record(file: Path) -> Record:

@@ -136,18 +136,25 @@ def two_sided(p_values: Sequence[float | None]) -> list[float]:
     return [min(pair) for pair in zip(holm(p_values), holm(gains), strict=True)]
 
 
+Mean = tuple[float, float, int]
+"""A mean, its standard error, and the degrees of freedom of that."""
+
+
+def p_lower(before: Mean, now: Mean) -> float:
+    """p-value of Welch's one-sided test that a mean is lower now; two without errors are compared as they are."""
+    if not before[1] and not now[1]:
+        return 0.5 if before[0] == now[0] else float(now[0] > before[0])
+    now_s, before_s = ((mean, error * math.sqrt(free + 1), free + 1) for mean, error, free in (now, before))
+    return float(stats.ttest_ind_from_stats(*now_s, *before_s, equal_var=False, alternative="less").pvalue)
+
+
 def p_slower(before: Speedup, now: Speedup) -> float | None:
-    """p-value of Welch's one-sided test that a rate is lower now; None if one side has no interval."""
-    if before.low is None or now.low is None:
-        return None
-    moments = [_moments(values) for values in (before, now)]
-    if moments[0][1] == moments[1][1] == 0:
-        return 0.0 if moments[1][0] < moments[0][0] else 1.0
-    return float(stats.ttest_ind_from_stats(*moments[1], *moments[0], equal_var=False, alternative="less").pvalue)
-
-
-def _moments(values: Speedup) -> tuple[float, float, int]:
-    """Mean and standard deviation of the rounds' logarithms, recovered from their interval, and number of rounds."""
-    half = math.log((values.high or 1.0) / (values.low or 1.0)) / 2
-    deviation = half * math.sqrt(values.rounds) / t_quantile(values.rounds - 1)
-    return math.log(values.ratio), deviation, values.rounds
+    """p-value of the test that a rate is lower now; None if one side has no interval."""
+    means = list[Mean]()
+    for values in (before, now):
+        if values.low is None or values.high is None:
+            return None
+        # The error of the mean of the rounds' logarithms, recovered from its interval.
+        error = math.log(values.high / values.low) / 2 / t_quantile(values.rounds - 1)
+        means.append((math.log(values.ratio), error, values.rounds - 1))
+    return p_lower(*means)

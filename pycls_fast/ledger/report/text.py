@@ -14,8 +14,6 @@ from pycls_fast.train.display import human, plain_table, wide_console
 
 # From so many times the variance of independent images on, most of it is how good a training is.
 _QUALITY = 2.0
-# Words of variants that do not cost what matters.
-_FREE = ("free", "identical", "gains", "costs a little")
 
 Row = dict[str, str]
 Kind = Literal["good", "bad", "open"]
@@ -63,7 +61,7 @@ def headline(record: Record) -> str:
     if found is None or not (found.effects or found.broken):
         return _fastest(record)
     words: Counter[str | None] = Counter(effect.word for effect in found.effects)
-    of, free = len(found.effects) + len(found.broken), sum(words[word] for word in _FREE)
+    of, free = len(found.effects) + len(found.broken), sum(kind(effect) == "good" for effect in found.effects)
     parts = [f"{free} of {of} variant{'s' * (of != 1)} {'is' if free == 1 else 'are'} free"]
     costs = [f"{effect.variant}: {-effect.difference:.2f} points" for effect in found.effects if effect.word == "costs"]
     if costs:

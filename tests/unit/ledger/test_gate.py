@@ -14,10 +14,9 @@ from scipy import stats
 
 from pycls_fast.config.ladder import read_ladder
 from pycls_fast.errors import UserError
-from pycls_fast.ledger.report.effects import p_less_accurate
 from pycls_fast.ledger.report.gate import check, compare_ledgers
 from pycls_fast.ledger.report.record import Record, Unfinished, VariantRecord, read_record
-from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
+from pycls_fast.ledger.report.statistics import Speedup, geometric_mean, p_lower
 from tests.unit.ledger.stand_ins import accuracy, effect, record_of, timing, variant
 
 GATE = Path(__file__).parents[2] / "gate"
@@ -132,14 +131,13 @@ def test_what_could_not_run_or_was_not_trained_before_or_is_left_out_is_not_lost
     assert lost(ledger(), changed(all_slower), absolute=False) == []
 
 
-def test_effects_are_compared_by_welchs_test() -> None:
-    """Against scipy's, from two samples with these means and errors."""
-    before, now = effect("a", "free", 0.1, 0.1), effect("a", "free", -0.2, 0.3)
-    samples = [(each.difference, each.error * math.sqrt(25), 25) for each in (now, before)]
-    expected = stats.ttest_ind_from_stats(*samples[0], *samples[1], equal_var=False, alternative="less").pvalue
-    assert p_less_accurate(before, now) == pytest.approx(expected)
-    same = effect("a", "identical", 0.0, 0.0)
-    assert (p_less_accurate(same, same), p_less_accurate(same, effect("a", "free", -0.5)) < 0.001) == (0.5, True)
+def test_means_are_compared_by_welchs_test() -> None:
+    """Of two whose freedoms differ; one that has no error; none that has."""
+    before, now = (0.1, 0.1, 24), (-0.2, 0.3, 8)
+    freedom = (0.01 + 0.09) ** 2 / (0.01**2 / 24 + 0.09**2 / 8)
+    assert p_lower(before, now) == pytest.approx(stats.t.cdf(-0.3 / math.sqrt(0.1), freedom))
+    assert p_lower((0.0, 0.0, 1), now) == pytest.approx(stats.t.cdf(-0.2 / 0.3, 8))
+    assert [p_lower((0.0, 0.0, 1), (mean, 0.0, 1)) for mean in (-1.0, 0.0, 1.0)] == [0.0, 0.5, 1.0]
 
 
 def texts(before: Record, now: Record, name: str = "fast") -> dict[str, str]:
