@@ -1,4 +1,5 @@
-"""Strategies by number formats, compiled or not: ten losses as in one process, and three more under another strategy.
+"""Strategies by number formats, compiled or not: ten losses as in one process, and three more under another strategy,
+and evaluations.
 
 On CUDA (`-m cuda`) with one rank and with as many as there are GPUs, without a call that waits for the device from the
 third step on; on a CPU (`-m slow`) with two ranks, which shows that this file works. Only what is selected is trained.
@@ -53,6 +54,8 @@ CASES = [
     *product(("oss",), ("amp_bf16", "amp_fp16"), ("off",)),
     *product(DIVIDED, ("amp_bf16",), ("off", "blocks")),
 ]
+# Evaluation is the same code in all formats.
+EVALUATED = ("amp_bf16", "off")
 # How far losses of about 2.3 may be apart: other sums, and in compiled code other roundings.
 BAND = {"amp_bf16": 3e-3, "bf16_params": 1e-2, "amp_fp16": 1e-3}
 COMMON = [
@@ -89,7 +92,7 @@ def _case(device: str, case: tuple[str, str, str], digits: Path, *more: str) -> 
         "config_name": "vit_digits",
         "overrides": [*COMMON, *STRATEGIES[strategy], *chosen, *more],
         "save": True,
-        "evaluate": False,
+        "evaluate": (precision, compiled) == EVALUATED,
     }
 
 
@@ -145,11 +148,14 @@ TRIED = [
 
 @pytest.mark.parametrize(("case", "on"), TRIED)
 def test_losses_are_those_of_one_process(grid: Grid, case: tuple[str, str, str], on: tuple[str, int]) -> None:
-    expected = torch.load(grid.alone(on[0]) / f"{case[1]}.pt")["losses"]
-    folder = grid.ranks(*on)
-    losses = [
-        loss for name in (_name(*case), _name(*case, "on")) for loss in torch.load(folder / f"{name}.pt")["losses"]
-    ]
+    alone = torch.load(grid.alone(on[0]) / f"{case[1]}.pt")
+    ours = [torch.load(grid.ranks(*on) / f"{name}.pt") for name in (_name(*case), _name(*case, "on"))]
+    expected, losses = alone["losses"], [loss for part in ours for loss in part["losses"]]
     assert len(losses) == len(expected) == STEPS + MORE
     assert max(expected) - min(expected) > 5 * BAND[case[1]]
     assert losses == pytest.approx(expected, abs=BAND[case[1]])
+    if case[1:] == EVALUATED:
+        # After the first ten steps by this strategy, at the end by the one that went on.
+        assert {record["count"] for part in ours for record in part["evaluations"]} == {359}
+        scored, whole = ([record["loss"] for record in each["evaluations"]] for each in (ours[1], alone))
+        assert scored == pytest.approx(whole, abs=BAND[case[1]])
