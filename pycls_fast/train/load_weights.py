@@ -177,8 +177,9 @@ def _read_to_fit(
         read = pretrained.ReadWeights(name, pretrained.OURS, tensors, part=weights.origin.kind, plain=tensors)
     else:
         read = replace(pretrained.read_weights(str(found)), source=name)
-    if weights.config is not None:
-        read = replace(read, norm=norm_place(weights.config["model"]) or read.norm)
+    if weights.config is not None and "classifier" in weights.config["model"]:
+        norm = _classifier_norm(weights.config["model"]) or "before_pool"
+        read = replace(read, traits=replace(read.traits, classifier_norm=norm))
     other_classes = 0 if place is None else len(before)
     try:
         fitted = pretrained.fit(read, network, allow=allow, image_size=image_size, other_classes=other_classes)
@@ -234,14 +235,6 @@ def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], sourc
         raise UserError(_OF_ANOTHER.format(source))
 
 
-def norm_place(model: Mapping[str, Any]) -> pretrained.NormPlace | None:
-    """Where a vision transformer's final norm is applied; None if the section `model` does not say."""
-    if "classifier" not in model:
-        return None
-    after = _classifier_norm(model["classifier"], model.get("classifier_norm")) == "after_pool"
-    return "after_pool" if after else "every_token"
-
-
 def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:
     """The settings that change what is computed with the same names and shapes of tensors."""
     kind = model.get("kind")
@@ -256,10 +249,11 @@ def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict
     found = {key: model[key] for key in keys if key in model}
     if kind == "vit" and "classifier" in model and not fresh_head:
         found["classifier"] = model["classifier"]
-        found["classifier_norm"] = _classifier_norm(model["classifier"], model.get("classifier_norm"))
+        found["classifier_norm"] = _classifier_norm(model)
     return found
 
 
-def _classifier_norm(classifier: str, classifier_norm: str | None) -> str | None:
+def _classifier_norm(model: Mapping[str, Any]) -> str | None:
     """The place of the norm; None for the class token, where both places give the same function."""
-    return None if classifier == "token" else classifier_norm or default_classifier_norm(classifier)
+    classifier = model["classifier"]
+    return None if classifier == "token" else model.get("classifier_norm") or default_classifier_norm(classifier)

@@ -8,7 +8,6 @@ from pycls_fast.models.pretrained.names import OURS as OURS
 from pycls_fast.models.pretrained.names import to_resnet as to_resnet
 from pycls_fast.models.pretrained.names import to_timm_vit as to_timm_vit
 from pycls_fast.models.pretrained.read import HUGGING_FACE as HUGGING_FACE
-from pycls_fast.models.pretrained.read import NormPlace as NormPlace
 from pycls_fast.models.pretrained.read import ReadWeights as ReadWeights
 from pycls_fast.models.pretrained.read import download as download
 from pycls_fast.models.pretrained.read import is_hub as is_hub

@@ -214,17 +214,17 @@ def _fit_norm(
     tensors: dict[str, Tensor], network: VisionTransformer, read: ReadWeights, head: str, fitted: Fitted
 ) -> None:
     """Check the place of the final norm, which has the same name everywhere, but different statistics."""
-    pooled = network.classifier != "token"
-    here = "after_pool" if pooled and network.classifier_norm == "after_pool" else "every_token"
-    if read.norm in (None, here):
+    here = "before_pool" if network.classifier == "token" else network.classifier_norm
+    theirs = read.traits.classifier_norm
+    if theirs in (None, here):
         return
     if f"{head}.weight" not in tensors:
-        there = "every token" if read.norm == "every_token" else "the pooled features"
+        there = "every token" if theirs == "before_pool" else "the pooled features"
         for name in ("norm.weight", "norm.bias"):
             tensors.pop(name, None)
             fitted.fresh[name] = f"the file's is of {there}"
         return
-    if read.norm == "after_pool":
+    if theirs == "after_pool":
         wanted = "model.classifier=pooled model.classifier_norm=after_pool"
     else:
         wanted = "model.classifier_norm=before_pool, or model.classifier=token where the file has a class token"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -147,8 +147,6 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
             constants.HF_HUB_OFFLINE = before
 
 
-NormPlace = Literal["every_token", "after_pool"]
-
 _NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
@@ -161,7 +159,6 @@ class ReadWeights:
         layout: the naming scheme of the file, such as "timm vision transformer".
         tensors: in our names if the layout is known; empty otherwise.
         unknown: the file's names of tensors for which we have no name.
-        norm: the inputs on which a vision transformer's final norm was trained; None if the file does not say.
         traits: settings that the source gives and the tensors do not show.
         part: which of several sets of weights in the file was used, such as "ema_state"; empty if there is only one.
         plain: the file's tensors under the file's names.
@@ -171,7 +168,6 @@ class ReadWeights:
     layout: str = OTHER
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
-    norm: NormPlace | None = None
     traits: Traits = field(default_factory=Traits)
     part: str = ""
     plain: Mapping[str, Tensor] = field(default_factory=dict)
@@ -216,17 +212,16 @@ def read_weights(source: str) -> ReadWeights:
 def _in_our_names(read: ReadWeights) -> ReadWeights:
     state, traits = read.plain, read.traits
     layout, tensors, unknown = read_names(state)
-    norm: NormPlace | None = None
-    if layout in VITS and "norm.weight" in tensors:
-        norm = "after_pool" if "fc_norm.weight" in state else "every_token"
     if layout == JAX_VIT:
         traits = jax_traits(state)
+    if layout in VITS and "norm.weight" in tensors:
+        traits = replace(traits, classifier_norm="after_pool" if "fc_norm.weight" in state else "before_pool")
     if layout in RESNETS:
         traits = replace(traits, shortcut=resnet_shortcut(state))
     if layout in (JAX_VIT, PYCLS_VIT) and "class_token.value" in tensors:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
-    return replace(read, layout=layout, tensors=tensors, unknown=tuple(unknown), norm=norm, traits=traits)
+    return replace(read, layout=layout, tensors=tensors, unknown=tuple(unknown), traits=traits)
 
 
 def _read_safetensors(source: str, path: Path) -> ReadWeights:

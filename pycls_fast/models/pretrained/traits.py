@@ -36,6 +36,7 @@ class Traits:
     heads: int | None = None
     norm_eps: float | None = None
     classifier: str | None = None
+    classifier_norm: str | None = None
     shortcut: str | None = None
     bgr: bool = False
     unlike: str = ""
