@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +263,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
         ]
 
     return {
-        "pair": asdict(pair_images(labels_N, first_N, second_N)),
+        "pair": pair_images(labels_N, first_N, second_N),
         "left_out": len(mine.indices_N) + len(others.indices_N) - 2 * len(labels_N),
         "both_wrong": int((~right_N2.any(axis=1)).sum()),
         "both_wrong_otherwise": int((~right_N2.any(axis=1) & (first_N != second_N)).sum()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from pycls_fast.ledger.ladder.plan import (
 from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
 from pycls_fast.ledger.report.effects import (
     LOOKS,
-    Effect,
     Fit,
     Look,
     Pair,
@@ -52,21 +52,6 @@ from pycls_fast.train.folder import RunFolder
 _TOO_COARSE = 1.5
 # So many failures have a reason, which must be found before more trainings start.
 _MOST_FAILURES = 2
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What the trainings of one group say.
-
-    Attributes:
-        effects: those at the last look that is complete; without verdicts if none is.
-        looks: the complete ones, with their verdicts.
-        fits: of the group's families, from which the effects follow; empty as long as there are too few pairs.
-    """
-
-    effects: list[Effect]
-    looks: list[Look]
-    fits: list[Fit]
 
 
 @dataclass
@@ -166,7 +151,7 @@ class CrossedTrainings:
                 continue
             self.factors.looked = [self.settings.runs_at_most, self.settings.margin]
             self.folder.keep_factors(self.factors)
-            looks = self._result(group).looks
+            looks, _ = self._looks(group)
             if looks and looks[-1].settled:
                 break
         return True
@@ -230,21 +215,20 @@ class CrossedTrainings:
         # Also those of designs from before a variant was left out.
         designs = [self.groups(replace(self.factors, broken=dict(broken[:count]))) for count in range(len(broken))]
         trained = [family for design in (*designs, groups) for group in design for family in group]
-        results = [self._result(group) for group in groups]
+        results = [self._looks(group) for group in groups]
+        # Without verdicts as long as no look is complete.
+        effects = [looks[-1].effects if looks else estimates(fits, self.settings.margin) for looks, fits in results]
         return Accuracy(
             runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
-            effects=[
-                *(identical(name) for name in self.factors.identical),
-                *(effect for result in results for effect in result.effects),
-            ],
-            looks=[look for result in results for look in result.looks],
+            effects=[*map(identical, self.factors.identical), *chain(*effects)],
+            looks=[look for looks, _ in results for look in looks],
             plan=[
                 PlannedFamily(names=list(f.names), runs=[2 * len(f.at_look(place)) for place in range(len(LOOKS))])
                 for group in groups
                 for f in group
             ],
             broken=self.factors.broken,
-            fit=self._overall_fit(groups[0][0], results[0].fits[0]) if results and results[0].fits else None,
+            fit=self._overall_fit(groups[0][0], results[0][1][0]) if results and results[0][1] else None,
         )
 
     def _overall_fit(self, family: Family, found: Fit) -> OverallFit:
@@ -260,7 +244,9 @@ class CrossedTrainings:
             interplay=interplay(self._results(family.pairs), found) if several else None,
         )
 
-    def _result(self, group: Sequence[Family]) -> _Result:
+    def _looks(self, group: Sequence[Family]) -> tuple[list[Look], list[Fit]]:
+        """The complete looks at one group, with their verdicts, and the latest fits of its families; none as long as
+        there are too few pairs."""
         s = self.settings
         looks: list[tuple[int, int, list[Fit]]] = []
         decided: list[Look] = []
@@ -273,10 +259,7 @@ class CrossedTrainings:
                 decided = decide(looks, s.margin, strict=s.strict)
                 if decided[-1].settled:
                     break
-        if decided:
-            return _Result(decided[-1].effects, decided, looks[-1][2])
-        fits = self._fits(group, [family.pairs for family in group]) or []
-        return _Result(estimates(fits, s.margin), [], fits)
+        return decided, looks[-1][2] if looks else self._fits(group, [family.pairs for family in group]) or []
 
     def _fits(self, group: Sequence[Family], planned: Sequence[Sequence[PlannedPair]]) -> list[Fit] | None:
         """A fit of each family to those of its pairs that have ended; None if these are too few for one of them."""

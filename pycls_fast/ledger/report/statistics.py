@@ -77,25 +77,13 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedu
     return geometric_mean([new / old for old, new in zip(reference, variant, strict=True)])
 
 
-@dataclass(frozen=True)
-class ImagePair:
-    """Two runs compared on the same images: the difference in top-1, second minus first, in points, with its 95%
-    interval and standard error over images (bootstrap of pairs, percentiles); how many only one of them got right, and
-    how many have other predictions, right or wrong; McNemar's exact test of equal accuracy (two-sided)."""
+def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> dict[str, float]:
+    """Two runs compared on the same images, by the true classes and those that each predicted.
 
-    difference: float
-    low: float
-    high: float
-    standard_error: float
-    only_first: int
-    only_second: int
-    p_value: float
-    changed: int
-    images: int
-
-
-def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> ImagePair:
-    """Compare two runs image by image, from the true classes and those that each predicted."""
+    The difference in top-1, second minus first, in points, with its 95% interval and standard error over images
+    (bootstrap of pairs, percentiles); how many only one of them got right, and how many have other predictions, right
+    or wrong; McNemar's exact test of equal accuracy (two-sided).
+    """
     images = len(labels_N)
     right_first, right_second = first_N == labels_N, second_N == labels_N
     lost, won = int((right_first & ~right_second).sum()), int((~right_first & right_second).sum())
@@ -106,17 +94,17 @@ def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray)
     low, high = np.percentile(100.0 * (draws[:, 1] - draws[:, 0]) / images, [tail, 100 - tail])
     difference = (won - lost) / images
     variance = max((won + lost) / images - difference**2, 0.0) / images
-    return ImagePair(
-        difference=100.0 * difference,
-        low=float(low),
-        high=float(high),
-        standard_error=100.0 * math.sqrt(variance),
-        only_first=lost,
-        only_second=won,
-        p_value=float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0,
-        changed=int((first_N != second_N).sum()),
-        images=images,
-    )
+    return {
+        "difference": 100.0 * difference,
+        "low": float(low),
+        "high": float(high),
+        "standard_error": 100.0 * math.sqrt(variance),
+        "only_first": lost,
+        "only_second": won,
+        "p_value": float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0,
+        "changed": int((first_N != second_N).sum()),
+        "images": images,
+    }
 
 
 def holm(values: Sequence[float | None]) -> list[float]:
