@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -69,10 +68,14 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         "failed" if name in selection.failed else "cannot run" if name in selection.impossible else "measured"
     )
     reason, numerics = selection.why_not(variant), ledger.folder.file("numerics", variant)
-    git = None if variant.tree is None else git_state(tree_path(variant.tree))
+    note, git = variant.note, None
+    if variant.tree is not None:
+        git = git_state(tree_path(variant.tree))
+        commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
+        note = f"{note}{'; ' if note else ''}the code in {variant.tree}{commit}"
     return VariantRecord(
         name=name,
-        note="; ".join(filter(None, [variant.note, _code_note(variant, git)])),
+        note=note,
         overrides=list(variant.overrides),
         ranks=variant.ranks or 1,
         tree=variant.tree,
@@ -85,14 +88,6 @@ def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
         timing=_timing(ledger.folder.timings(variant, ledger.settings.rounds)),
         numerics=read_measurement(numerics, SavedRounding).errors if numerics.is_file() else None,
     )
-
-
-def _code_note(variant: Variant, git: Mapping[str, Any] | None) -> str | None:
-    """The checkout that a variant runs and its commit, if it is known; None for a variant with this code."""
-    if variant.tree is None:
-        return None
-    commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
-    return f"the code in {variant.tree}{commit}"
 
 
 def _timing(rounds: Sequence[SavedTiming]) -> Timing | None:

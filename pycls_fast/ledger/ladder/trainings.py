@@ -6,10 +6,10 @@ the same runs and the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -90,8 +90,7 @@ class CrossedTrainings:
 
     def planned(self) -> list[TrainingRun]:
         """All runs of the plan, the most that there may be."""
-        pairs = [pair for group in self.groups() for family in group for pair in family.pairs]
-        runs = [run for pair in (*self._screening(), *pairs) for run in self._runs(pair)]
+        runs = [run for pair in (*self._screening(), *_pairs(self.groups())) for run in self._runs(pair)]
         return list({run.folder: run for run in runs}.values())
 
     def run(self) -> None:
@@ -184,7 +183,7 @@ class CrossedTrainings:
             UserError: trainings fail, and it is not one variant's doing.
         """
         for family in group:
-            runs = self.trained([family])
+            runs = self.trained(family.pairs)
             failed = [run for run in runs if run.failed is not None]
             failed_on = [run.on for run in failed]
             ended_on = [run.on for run in runs if run.failed is None]
@@ -214,12 +213,11 @@ class CrossedTrainings:
         groups, broken = self.groups(), list(self.factors.broken.items())
         # Also those of designs from before a variant was left out.
         designs = [self.groups(replace(self.factors, broken=dict(broken[:count]))) for count in range(len(broken))]
-        trained = [family for design in (*designs, groups) for group in design for family in group]
         results = [self._looks(group) for group in groups]
         # Without verdicts as long as no look is complete.
         effects = [looks[-1].effects if looks else estimates(fits, self.settings.margin) for looks, fits in results]
         return Accuracy(
-            runs=self.trained([Family((), tuple(self._screening()), 0), *trained]),
+            runs=self.trained([*self._screening(), *_pairs(chain(*designs, groups))]),
             effects=[*map(identical, self.factors.identical), *chain(*effects)],
             looks=[look for looks, _ in results for look in looks],
             plan=[
@@ -295,18 +293,22 @@ class CrossedTrainings:
             return None
         return [Predictions.load(folder.predictions) for folder in folders]
 
-    def trained(self, chosen: Sequence[Family]) -> list[TrainedRun]:
+    def trained(self, pairs: Iterable[PlannedPair]) -> list[TrainedRun]:
         """The trainings that have ended, in order."""
-        made: dict[Any, TrainedRun] = {}
-        for pair in (pair for family in chosen for pair in family.pairs):
+        made: dict[Path, TrainedRun] = {}
+        for pair in pairs:
             for run, on in zip(self._runs(pair), pair.on, strict=True):
                 if run.is_done and run.folder not in made:
                     made[run.folder] = _trained(run, on)
         return list(made.values())
 
     def _seconds(self) -> float:
-        known = [run.seconds for group in self.groups() for run in self.trained(group) if run.seconds is not None]
+        known = [run.seconds for run in self.trained(_pairs(self.groups())) if run.seconds is not None]
         return float(np.mean(known)) if known else 0.0
+
+
+def _pairs(groups: Iterable[Sequence[Family]]) -> list[PlannedPair]:
+    return [pair for group in groups for family in group for pair in family.pairs]
 
 
 def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
