@@ -154,7 +154,7 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
     import_modules(module_names(composed.values))
     values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
     values["config_name"] = composed.config_name
-    config = validate(RunConfig, values, composed.where, options.model_fields)
+    config = validate(RunConfig, values, composed.where, {**ALIASES, **options.model_fields})
     refuse(f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose))
     return config
 

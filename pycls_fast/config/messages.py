@@ -165,9 +165,10 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
     elif kind == "union_tag_invalid":
         what = _no_choice(context["tag"], context["expected_tags"])
         if "did you mean" not in what:
-            # data=NAME may have meant one.
-            folder = f", and there is no folder {context['tag']} here; give its path as data=PATH"
-            what += f"{folder if key == 'data.source' else ''}; one of your own needs imports=[MODULE]"
+            if key == "data.source":
+                # data=NAME usually means a folder.
+                what = f"there is no folder {context['tag']} here; data=PATH takes its path, or a source, which {what}"
+            what += "; one of your own needs imports=[MODULE]"
     elif kind == "literal_error":
         what = _no_choice(value, context["expected"])
     else:

@@ -19,6 +19,7 @@ HERE = "(the command line)"
 ONE_MISTAKE = [
     # Keys that do not exist, at every depth; by their usual names, in another order, of another group or kind.
     ("sed=1", f"sed: unknown key; did you mean seed? {HERE}"),
+    ("epoch=3", f"epoch: unknown key; did you mean epochs? {HERE}"),
     ("augment.policy={name: rand_augment, num_opps: 1}",
      f"augment.policy.num_opps: unknown key; did you mean augment.policy.num_ops? {HERE}"),
     ("schedule.lr=1", f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
@@ -53,8 +54,8 @@ ONE_MISTAKE = [
     ("parallel={pipeline_degree: 4, pipeline_schedule: zbv}",
      f"parallel.pipeline_degree: 4 ranks with 2 of ... model.depth=4; use parallel.pipeline_degree=2 {HERE}"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),
-    ("data=insects", 'data.source: must be one of auto, ...; got "insects", and there is no folder insects here; '
-     f"give its path as data=PATH; one of your own needs imports=[MODULE] {HERE}"),
+    ("data=insects", "data.source: there is no folder insects here; data=PATH takes its path, or a source, which must "
+     f'be one of auto, ...; got "insects"; one of your own needs imports=[MODULE] {HERE}'),
     ("loss.name=focal", f'loss.name: must be one of ...; got "focal"; one of your own needs imports=[MODULE] {HERE}'),
     ("data=foldr", "data=foldr: no such option; did you mean folder?"),
     ("data=folder", "data.root: not set; give ... (data=folder or the command line)"),
