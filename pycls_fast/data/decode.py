@@ -175,6 +175,8 @@ def _why_unknown(data: bytes) -> str:
     start = data[:256].lstrip().lower()
     if start.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
         return "the file is an HTML or XML page, not an image (a failed download?)"
+    if start.startswith(b"version https://git-lfs."):
+        return "the file is a pointer of Git LFS, not the image; git lfs pull, where it was cloned, fetches it"
     if not data.strip(b"\0"):
         return f"the file is {len(data):,} zero bytes"
     return f"not an image of a known format, or a damaged header (starts with {data[:8]!r})"

@@ -31,6 +31,9 @@ from pycls_fast.reading import read_npz
 from pycls_fast.speed import Speed
 from pycls_fast.train.display import Display
 
+# Damaged images that an error names, for a screen to hold.
+_NAMED = 20
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -322,8 +325,8 @@ class DamagedImages:
                 yield batch
 
     def report(self, step: int = 0) -> None:
-        """Warn of those that any rank has noted since the last call, or raise a `UserError` that names all if there are
-        too many; all ranks call this."""
+        """Warn of those that any rank has noted since the last call, or raise a `UserError` that names the first if
+        there are too many; all ranks call this."""
         noted, self.noted = self.noted, {}
         found = {name: reason for part in self._world.gather(noted) for name, reason in sorted(part.items())}
         new = {name: reason for name, reason in found.items() if name not in self.reported}
@@ -331,9 +334,12 @@ class DamagedImages:
         for name, reason in new.items():
             self._on_new(step, name, reason)
         if len(self.reported) > self._limit:
+            lines = [f"{name}: {reason}" for name, reason in self.reported.items()]
+            more = f"and {len(lines) - _NAMED:,} more; pycls-fast prepare verify names all"
             raise UserError(
-                f"data.max_damaged: {len(self.reported)} images cannot be read, more than {self._limit}:",
-                *(f"{name}: {reason}" for name, reason in self.reported.items()),
+                f"data.max_damaged: {len(lines)} images cannot be read, more than {self._limit}:",
+                *lines[:_NAMED],
+                *([more] if len(lines) > _NAMED else []),
             )
         for name, reason in new.items():
             self._display.warn(f"{name}: {reason}; left out")

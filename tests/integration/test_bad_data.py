@@ -81,7 +81,7 @@ def test_too_many_damaged_images_stop_the_run(tmp_path: Path, digits: Path) -> N
     assert first.startswith("data.max_damaged: ")
     assert "images cannot be read, more than 5:" in first
     assert len(listed) > 5
-    assert {line.partition(": ")[0] for line in listed} <= set(map(str, bad))
+    assert {line.partition(": ")[0] for line in listed[:20]} <= set(map(str, bad))
     # Nothing is lost: with a higher limit the run goes on from where it stopped.
     stopped_at = newest_checkpoint(tmp_path / "run")["step"]
     assert run(tmp_path / "run", root, "data.max_damaged=50") == 0

@@ -153,6 +153,7 @@ PNG = encode(Image.fromarray(random_image(3)), "PNG")
         (b"", "empty"),
         (bytes(2000), "2,000 zero bytes"),
         (b"\n <!DOCTYPE html><html><body>404</body></html>", "HTML"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:caa375f9\nsize 210568\n", "git lfs pull"),
         (b"hello there, no image", "not an image of a known format"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
         (JPEG[:3], "not an image"),

@@ -68,13 +68,21 @@ def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch:
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [(5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"), (6, r": no image can be read; repair")],
+    [
+        (
+            0,
+            r"^data\.max_damaged: 30 images cannot be read, more than 0:(?s:.*)\nand 10 more; pycls-fast prepare",
+        ),
+        (5, r"^data\.max_damaged: 6 images cannot be read, more than 5:"),
+        (6, r": no image can be read; repair"),
+    ],
 )
 def test_images_that_cannot_be_read(
     tool: str, limit: int, message: str, config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each is named once: in the error, or in a warning."""
-    for number in range(6):
+    count = 30 if limit == 0 else 6
+    for number in range(count):
         for split in ("train", "val"):
             file = tmp_path / "images" / split / f"class{number % 3}" / f"{number}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +92,9 @@ def test_images_that_cannot_be_read(
     config = config_of(*keys, "data=folder", *folder)
     with pytest.raises(UserError, match=message) as caught:
         TOOLS[tool](config)
-    assert len(caught.value.lines) == (7 if limit == 5 else 1)
+    assert len(caught.value.lines) == {0: 22, 5: 7, 6: 1}[limit]
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(set(warned)) == len(warned) == (0 if limit == 5 else 6)
+    assert len(set(warned)) == len(warned) == (6 if limit == 6 else 0)
     assert all(line.endswith("; left out") for line in warned)
 
 
