@@ -6,7 +6,6 @@ the wrong predictions of all folds, `pycls-fast runs RUN... report=FOLDER`.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from pycls_fast.speed import SWITCHES
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions
-from pycls_fast.train.folder import RunFolder, output_file, write_json, write_text
+from pycls_fast.train.folder import RunFolder, nan_to_none, output_file, write_json, write_text
 from pycls_fast.train.pictures import small_picture, write_report
 
 Record = dict[str, Any]
@@ -256,8 +255,8 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
                 "class": class_name(classes, labels_N[i]),
                 "a": class_name(classes, first_N[i]),
                 "b": class_name(classes, second_N[i]),
-                "loss_a": _finite(losses_N2[i, 0]),
-                "loss_b": _finite(losses_N2[i, 1]),
+                "loss_a": nan_to_none(float(losses_N2[i, 0])),
+                "loss_b": nan_to_none(float(losses_N2[i, 1])),
             }
             for i in chosen[np.argsort(-gap, kind="stable")][:most].tolist()
         ]
@@ -271,11 +270,6 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
         "only_a": images(0),
         "only_b": images(1),
     }
-
-
-def _finite(value: float) -> float | None:
-    # JSON cannot express others.
-    return float(value) if math.isfinite(value) else None
 
 
 def class_name(classes: Sequence[str], label: int) -> str:

@@ -27,6 +27,7 @@ from pycls_fast.ledger.ladder.processes import (
     timing_arguments,
 )
 from pycls_fast.ledger.ladder.trainings import CrossedTrainings
+from pycls_fast.train.display import duration
 from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.signals import StopRequest
 
@@ -262,8 +263,7 @@ class Ledger:
             return "the training comes next"
         each, run = (sum(s) / max(len(s), 1) for s in (self._measurement_seconds, self._training_seconds))
         seconds = others * each + runs * run / self.settings.jobs
-        text = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f"about {text} left{' before the training' if unknown else ''}"
+        return f"about {duration(seconds)} left{' before the training' if unknown else ''}"
 
     def train(self, runs: Sequence[TrainingRun]) -> None:
         """Run those trainings that are not done, `jobs` at a time, and wait for them."""

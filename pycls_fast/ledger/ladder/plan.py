@@ -138,15 +138,7 @@ class Selection:
         self._ladder, self._mode = ladder, mode
         # Those that later variants do not include.
         self._excluded: set[str] = set()
-        for variant in self.variants():
-            if variant.needs not in (None, device):
-                why = f"needs {str(variant.needs).upper()}"
-                check_reference(variant, why)
-                self._refuse(variant.name, why)
-
-    def _refuse(self, name: str, why: str) -> None:
-        self.impossible[name] = why
-        self._excluded.add(name)
+        self.rule_out(lambda v: None if v.needs in (None, device) else f"needs {str(v.needs).upper()}")
 
     def variants(self) -> list[Variant]:
         """The variants, given what is known so far about which can run here."""
@@ -176,8 +168,8 @@ class Selection:
             why = refusal(variant)
             if why is not None:
                 check_reference(variant, why)
-                self._refuse(variant.name, why)
-                refused[variant.name] = why
+                refused[variant.name] = self.impossible[variant.name] = why
+                self._excluded.add(variant.name)
         return refused
 
     def blame(self, variant: Variant, finished: ProcessResult, *, is_first: bool) -> None:

@@ -238,8 +238,7 @@ class TimedVariant:
     def _whole_run(self) -> dict[str, int]:
         """Steps of a run, and the images that its evaluations score, twice each if the weights are averaged."""
         config, images = self.config, len(self.sources["val"])
-        steps = config.schedule.epochs * (len(self.sources["train"]) // config.data.global_batch_size)
-        steps = min(steps, config.schedule.max_steps or steps)
+        steps = build.total_steps(config, self._steps_per_epoch)
         every = build.steps_between_evaluations(config, self._steps_per_epoch)
         evaluations = -(-steps // every) * (1 if config.optim.ema_decay is None else 2)
         return {

@@ -17,8 +17,6 @@ Row = dict[str, str]
 
 # The number of loader workers follows the cores, even if the numbers of threads are equal.
 _MACHINE = {"processor", "cpu_count", "threads"}
-# In a table.
-_CLASSES = 50
 # At most so many points per loss curve: more could not be seen.
 _MOST_POINTS = 400
 
@@ -170,7 +168,6 @@ def comparison_page(record: Record, pictures: Mapping[int, str]) -> str:
         environment=_rows(record["environment"]),
         pictures=pictures,
         classes=_class_rows(record, changed=False),
-        most=_CLASSES,
     )
 
 

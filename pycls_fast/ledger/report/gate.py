@@ -153,7 +153,7 @@ def _interval(values: Speedup) -> str:
 
 def _accuracy_changes(before: Record, now: Record) -> list[Change]:
     """Whether what a variant does to accuracy has become worse: Welch's test of two effects, Holm's over variants."""
-    old, new = (_effects(record) for record in (before, now))
+    old, new = ({e.variant: e for e in r.accuracy.effects} if r.accuracy else {} for r in (before, now))
     pairs = [(effect, new[name]) if name in new else None for name, effect in old.items()]
     moments = [pair and [(each.difference, each.error, max(each.freedom, 1)) for each in pair] for pair in pairs]
     p_values = two_sided([p_lower(*pair) if pair else None for pair in moments])
@@ -169,14 +169,9 @@ def _accuracy_changes(before: Record, now: Record) -> list[Change]:
     return made
 
 
-def _effects(record: Record) -> dict[str, Effect]:
-    return {effect.variant: effect for effect in record.accuracy.effects} if record.accuracy else {}
-
-
 def _effect(effect: Effect) -> str:
     return f"{effect.difference:+.2f} ({effect.low:+.2f} - {effect.high:+.2f})"
 
 
-def _machine(record: Record) -> dict[str, object]:
-    machine = record.environment
-    return {"processor": machine.processor, "cores": machine.cpu_count, "device": record.device}
+def _machine(record: Record) -> tuple[object, ...]:
+    return record.environment.processor, record.environment.cpu_count, record.device

@@ -31,7 +31,6 @@ from pycls_fast.ledger.report.text import (
     speed_text,
     state,
     title,
-    unfinished,
     verdicts,
 )
 from pycls_fast.train.folder import write_text
@@ -264,7 +263,6 @@ def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
         "ledger/report/ledger.html.j2",
         record=record,
         title=title(record),
-        partly=unfinished(record),
         lead=headline(record),
         facts=facts(record),
         cards=[_card(variant, record) for variant in record.variants],

@@ -50,11 +50,6 @@ def facts(record: Record) -> list[str]:
     return [*found, *([f"measured with {len(record.code)} states of the code"] if len(record.code) > 1 else [])]
 
 
-def unfinished(record: Record) -> str | None:
-    found = record.unfinished
-    return f"unfinished: {found.done} of {found.of} measurements" if found else None
-
-
 def headline(record: Record) -> str:
     """How many variants are free, cost accuracy or are undecided; without trainings, the fastest one."""
     found = record.accuracy
