@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,6 +28,7 @@ from pycls_fast.optim.weights import local
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
+from pycls_fast.parallel.tensor import is_divided
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import wrap_model
 from pycls_fast.plan.operators import LiveMemory
@@ -61,15 +66,54 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
     assert_same_bits(network.state_dict(), direct.state_dict())
 
 
-def test_ranks_that_cannot_share_experts() -> None:
-    network = build.model(config_of(*TINY, name="vit_moe_digits"), 10, Speed(), empty=True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=10)
+@contextmanager
+def imagined(ranks: int) -> Iterator[Callable[..., DeviceMesh]]:
+    """Makes meshes of ranks that do not exist, of which this process is the first: they exchange nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh, experts = (make_mesh("cpu", None, 10, timedelta(seconds=60), expert=degree) for degree in (1, 2))
-        with pytest.raises(UserError, match="shared by the 5 ranks"):
-            wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), StrategySettings(Parallel(name="fsdp")))
+        yield lambda *grid, **degrees: make_mesh("cpu", *grid, timedelta(seconds=60), **degrees)
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_that_cannot_share_experts() -> None:
+    network = build.model(config_of(*TINY, name="vit_moe_digits"), 10, Speed(), empty=True)
+    with imagined(10) as meshes:
+        mesh, experts = (meshes(None, 10, expert=degree) for degree in (1, 2))
+        with pytest.raises(UserError, match="shared by the 5 ranks"):
+            wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), StrategySettings(Parallel(name="fsdp")))
+
+
+def test_a_norm_over_shards_and_parts_counts_each_number_once() -> None:
+    config = config_of(*TINY, "data.image_size=8", "parallel.tensor_degree=2")
+    switches, counted = build.switches(config, CPU), []
+    with imagined(4) as meshes:
+        mesh = meshes(None, 2, tensor=2)
+        for rank in (0, 1):
+            network = build.model(config, 10, switches, empty=True)
+            wrapped = build.wrap(config, network, World(rank, 4, CPU, mesh=mesh, tensor=2), switches)
+            counted.append(wrapped.counted)
+            assert [dist.get_process_group_ranks(group) for group in wrapped.shard_groups] == [[0, 2], [0, 1]]
+        times = [sum(each) for each in zip(*counted, strict=True)]
+        assert times == [1 + is_divided(parameter) for parameter in network.parameters()]
+        assert {1, 2} == set(times)
+
+
+def test_replicas_reduce_once_a_step_and_shards_after_every_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The links between nodes are slow, and no rank holds whole gradients."""
+    config = config_of(*TINY, "data.image_size=8")
+    network = build.model(config, 10, build.switches(config, CPU), empty=True)
+    with imagined(4) as meshes:
+        world = World(0, 4, CPU, mesh=meshes(2, 2))
+        wrapped = wrap_model(network, world, StrategySettings(Parallel(name="hsdp")))
+        units, asked = len(network.units()) + 1, Counter[str]()
+        for name in ("all_reduce", "reduce_scatter_single"):
+            monkeypatch.setattr(dist, name, lambda *_, name=name, **__: asked.update([name]))
+        for microbatch in (1, 2):
+            with wrapped.exchange(microbatch == 2):
+                wrapped.forward(torch.randn(2, 3, 8, 8)).sum().backward()
+            found = asked["reduce_scatter_single"], asked["all_reduce"]
+            assert found == (units * microbatch, units * (microbatch == 2))
 
 
 def make_timm() -> TimmNetwork:
@@ -196,5 +240,8 @@ def test_weights_travel_in_the_format_of_their_products(
             stays = not isinstance(module, (nn.Linear, nn.Conv2d))
         if found.get(id(module)):
             assert found[id(module)] == {torch.float32 if stays else narrow}, name
+    # Among many ranks sums in 16 bits would lose most of a gradient.
+    policies = {m._get_fsdp_state()._mp_policy for m in network.modules() if isinstance(m, FSDPModule)}
+    assert {policy.reduce_dtype for policy in policies} == {None if narrow == torch.float32 else torch.float32}
     assert {local(p).dtype for p in network.parameters()} == {torch.float32}
     assert {local(p.grad).dtype for p in network.parameters() if p.grad is not None} == {torch.float32}
