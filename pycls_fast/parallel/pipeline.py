@@ -167,6 +167,9 @@ class Stage(nn.Module):
                 count, device = features.shape[network.batch_dim], generator.device
                 for _ in range(self._draws_before):
                     torch.rand(count, generator=generator, device=device, dtype=torch.float32)
+        if features.requires_grad:
+            # It is sent, and in the layout batch_second it comes transposed.
+            features.register_hook(Tensor.contiguous)
         with self.autocast():
             if self._first:
                 features = network.enter(features)

@@ -29,15 +29,15 @@ def fake_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def network(depth: int = 8) -> VisionTransformer:
-    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "heads": 2, "mlp_width": 8}
-    return VisionTransformer(**sizes, depth=depth, num_classes=3, drop_path=0.5, init="trunc_normal")
+def network(**more: Any) -> VisionTransformer:
+    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "heads": 2, "mlp_width": 8, "depth": 8}
+    return VisionTransformer(**sizes, num_classes=3, drop_path=0.5, init="trunc_normal", **more)
 
 
-def stages(rank: int, schedule: ScheduleName) -> tuple[VisionTransformer, Pipeline]:
+def stages(rank: int, schedule: ScheduleName, **more: Any) -> tuple[VisionTransformer, Pipeline]:
     mesh = init_device_mesh("cpu", (RANKS, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
     world = World(rank, RANKS, torch.device("cpu"), mesh=mesh, pipeline=RANKS)
-    whole = network()
+    whole = network(**more)
     return whole, split_into_stages(whole, world, schedule, [1] * 10, averages=True)
 
 
@@ -123,3 +123,13 @@ def test_stages_one_after_another_are_the_network(fake_ranks: None, schedule: Sc
             torch.rand(5, generator=reference)
     assert not torch.equal(whole.eval()(images_BCHW), expected)
     torch.testing.assert_close(features, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "batch_second"])
+def test_gradients_that_are_sent_are_contiguous(fake_ranks: None, layout: str) -> None:
+    """Backends refuse others."""
+    stage = stages(RANKS - 1, "1f1b", layout=layout)[1].stages[0]
+    features = torch.randn(5, 4, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(stage.train()(features).sum(), [features])
+    assert gradient.any()
+    assert gradient.is_contiguous()
