@@ -194,12 +194,17 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
             gathered.append(names.index(group._module_fqn) if group._module_fqn else -1)
 
     monkeypatch.setattr(torchs.FSDPParamGroup, "unshard", note)
+    ready: list[int] = []
+    for _, unit in network.units():
+        unit.get_submodule("norm1").register_forward_pre_hook(lambda *_: ready.append(len(gathered)))
     with wrapped.exchange(True):
         loss = wrapped.forward(torch.randn(2, 3, 8, 8)).sum()
         forward, gathered[:] = gathered[:], []
         loss.backward()
     # What is around the units is gathered first, and stays; so does the last unit.
     assert forward == [-1, *range(len(names))]
+    # While a unit computes, the next one is on its way.
+    assert ready == [3, 4, 5, 5]
     assert gathered == [*range(len(names) - 1)][::-1]
 
 
@@ -223,10 +228,11 @@ def test_weights_travel_in_the_format_of_their_products(
     network = build.model(config, 10, switches, empty=True)
     step = make_step(config, network, world, switches, steps_per_epoch=4)
     level = LEVELS[config.precision.name]
-    found = {}
+    found, entered = {}, {}
 
-    def look(module: nn.Module, _: Any) -> None:
-        found.update({id(module): {p.dtype for p in module.parameters(recurse=False)}})
+    def look(module: nn.Module, inputs: Any) -> None:
+        found[id(module)] = {p.dtype for p in module.parameters(recurse=False)}
+        entered[id(module)] = inputs[0].dtype
 
     for module in network.modules():
         module.register_forward_pre_hook(look)
@@ -240,6 +246,8 @@ def test_weights_travel_in_the_format_of_their_products(
             stays = not isinstance(module, (nn.Linear, nn.Conv2d))
         if found.get(id(module)):
             assert found[id(module)] == {torch.float32 if stays else narrow}, name
+    residual = torch.float32 if level.autocast is not None else narrow
+    assert {entered[id(unit)] for _, unit in network.units()} == {residual}
     # Among many ranks sums in 16 bits would lose most of a gradient.
     policies = {m._get_fsdp_state()._mp_policy for m in network.modules() if isinstance(m, FSDPModule)}
     assert {policy.reduce_dtype for policy in policies} == {None if narrow == torch.float32 else torch.float32}
