@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pycls_fast.config import ModuleNames, Purpose, RunConfig, Section, Verb
+from pycls_fast.errors import UserError
 from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Several, Text
 
 Which = Literal["auto", "model", "ema"]
@@ -47,7 +48,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
 
     format: Literal["table", "json", "csv", "sheet"] | None = None
     """csv is written row by row; sheet is a contact sheet with the predictions; null: as output ends (.json, .csv,
-    .png), else a table."""
+    .png, .txt), on the screen a table."""
     output: Text | None = None
     """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
     topk: PositiveInt = 5
@@ -67,8 +68,10 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
         from pycls_fast.inference.predict import predict as predict_images
 
         given = _imported(self)
-        by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet"}
-        given["format"] = self.format or by_suffix.get(Path(self.output or "").suffix, "table")
+        by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet", ".txt": "table", "": "table"}
+        given["format"] = self.format or by_suffix.get(Path(self.output or "").suffix)
+        if given["format"] is None:
+            raise UserError(f"output: {self.output} does not end in .json, .csv, .png or .txt; choose format=NAME")
         return predict_images(**given)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
-from pycls_fast.files import exists, user_path
+from pycls_fast.files import user_path, weights_at
 from pycls_fast.models.choices import ResNetModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
@@ -374,10 +374,10 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     if needs_root and config.data.needs_root and config.data.root is None:
         weights, folder = config.weights or ":", "the folder that holds train/ and val/ (or one folder per class)"
         # A run would bring its data.
-        if ":" in weights or exists(user_path(weights)):
+        if ":" in weights or weights_at(user_path(weights)) is not None:
             yield "data.root", f"not set; give {folder} as data=PATH"
         else:
-            yield "weights", f"there is no {weights}; give {sources}"
+            yield "weights", f"there are none at {weights}; give {sources}"
 
 
 def _divided(key: str, value: int, divisor: int, of: str) -> Iterator[tuple[str, str]]:

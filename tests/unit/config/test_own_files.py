@@ -160,9 +160,12 @@ def test_from_python_a_section_with_a_path(tmp_path: Path) -> None:
         pycls_fast.train(data={"root": tmp_path})
 
 
-def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool) -> None:
-    status, lines, _ = tool("weights=runs/typo", default="", config_of_weights=True)
-    assert (status, [line.partition(";")[0] for line in lines]) == (2, ["error: weights: there is no runs/typo"])
+@pytest.mark.parametrize("name", ["typo", "folder of runs"])
+def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder of runs" / "run").mkdir(parents=True)
+    weights = tmp_path / name
+    status, lines, _ = tool(f"weights='{weights}'", default="", config_of_weights=True)
+    assert (status, [line.partition(";")[0] for line in lines]) == (2, [f"error: weights: there are none at {weights}"])
 
 
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
