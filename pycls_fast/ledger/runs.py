@@ -39,7 +39,7 @@ State = Literal["finished", "stopped", "failed", "running or killed"]
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "best_top1": ("best\ntop-1, %", "{:.2f}".format),
     "final_top1": ("final\ntop-1, %", "{:.2f}".format),
-    "class_top1": ("class\ntop-1, %", "{:.2f}".format),
+    "class_top1": ("balanced\naccuracy, %", "{:.2f}".format),
     "map": ("mAP, %", "{:.2f}".format),
     "images_per_second": ("images/s", "{:,.0f}".format),
     "hours": ("time", lambda hours: duration(3600 * hours)),

@@ -164,7 +164,7 @@ class Display:
         )
 
 
-SCORES = {"map": "mAP", "f1": "F1", "top1": "top-1", "top5": "top-5", "class_top1": "class top-1"}
+SCORES = {"map": "mAP", "f1": "F1", "top1": "top-1", "top5": "top-5", "class_top1": "balanced accuracy"}
 """Their names in lines and pictures."""
 
 

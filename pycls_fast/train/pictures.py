@@ -171,7 +171,8 @@ def write_report(
     outcomes: Iterable[tuple[Iterable[int], dict[int, float]]]
     if source.label_sets is None:
         picture = index.with_name("confusion.png")
-        draw_confusion(confusion(found, len(source.classes)), source.classes, picture, title)
+        # The page has a title, which may be a path that is longer than the picture.
+        draw_confusion(confusion(found, len(source.classes)), source.classes, picture, title="")
         wrong_M = mistakes(found, len(source.classes))
         columns = (x[wrong_M].tolist() for x in (found.labels_N, found.predicted_N, found.probabilities_N))
         outcomes = (([label], {guess: p}) for label, guess, p in zip(*columns, strict=True))

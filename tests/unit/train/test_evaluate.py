@@ -443,14 +443,14 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
 
 def test_scores_that_say_nothing_new_are_not_shown() -> None:
     record = {"top1": 90.0, "top5": 99.0, "class_top1": 80.0}
-    assert scores_text(record) == "top-1 90.00%, top-5 99.00%, class top-1 80.00%"
+    assert scores_text(record) == "top-1 90.00%, top-5 99.00%, balanced accuracy 80.00%"
     assert scores_text(record, brief=True) == "top-1 90.00%"
     assert scores_text({"top1": 90.0, "top5": 100.0, "class_top1": 90.0}) == "top-1 90.00%"
     assert scores_text({**record, "map": 70.0, "f1": 60.0}) == "mAP 70.00%, F1 60.00%"
 
 
 @pytest.mark.parametrize(
-    ("others", "drawn"), [((100.0, 90.0), ["top-1"]), ((99.0, 80.0), ["top-1", "top-5", "class top-1"])]
+    ("others", "drawn"), [((100.0, 90.0), ["top-1"]), ((99.0, 80.0), ["top-1", "top-5", "balanced accuracy"])]
 )
 def test_curves_that_say_nothing_new_are_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, float], drawn: list[str]
