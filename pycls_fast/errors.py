@@ -47,16 +47,20 @@ def _lacks_host_memory(error: Exception) -> bool:
     return is_full or isinstance(error, MemoryError) or "failed to map segment from shared object" in str(error)
 
 
+_LACKS_GPU_MEMORY = re.compile(r"(CUDA error|Triton Error \[CUDA\]): (out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch found no memory left, on an accelerator or on the CPU."""
     # torch takes seconds to import; if it was not imported, it allocated nothing.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
-    if isinstance(error, torch.OutOfMemoryError):
+    text = str(error)
+    # Beside torch's allocator: a context on a GPU that others have filled, the handle of a library, a kernel.
+    if isinstance(error, torch.OutOfMemoryError) or _LACKS_GPU_MEMORY.match(text):
         return True
     # Beside a GPU, or in a data worker ("Caught ..."), it is other memory than the advice is about.
-    text = str(error)
     # The last two are all that C++ and oneDNN say.
     known = "can't allocate memory" in text or text in ("std::bad_alloc", "could not create a primitive")
     return known and not (text.startswith("Caught ") or torch.cuda.is_initialized())
@@ -225,7 +229,8 @@ def reporting(action: Callable[[], int]) -> int:
             raise
         asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); lower the batch size or the model"
+        way_out = "lower the batch size or the model, or end what else uses it"
+        line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); {way_out}"
         print(f"error: {line}", file=sys.stderr)
         return MISTAKE
 

@@ -71,7 +71,8 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         monkeypatch.setenv(name, value)
     assert reporting(full) == 2
     says = "the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB)"
-    assert capsys.readouterr().err == f"error: rank 9: {says}; lower the batch size or the model\n"
+    way_out = "lower the batch size or the model, or end what else uses it"
+    assert capsys.readouterr().err == f"error: rank 9: {says}; {way_out}\n"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,8 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (lambda: len(torch.empty(2**60)), "the device is out of memory (can't allocate memory"),
         (failing(RuntimeError("could not create a primitive")), "the device is out of memory (could not create a pr"),
         (failing(RuntimeError("std::bad_alloc")), "the device is out of memory (std::bad_alloc)"),
+        (failing(torch.AcceleratorError("CUDA error: out of memory\nSearch")), "the device is out of memory (CUDA"),
+        (failing(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")), "the device is out of memory (CUDA"),
         (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
         (failing(OSError(errno.ENOSPC, "No space left on device")), "No space left on device\n"),
         (failing(PermissionError(errno.EACCES, "Permission denied", "/a")), "/a: Permission denied\n"),
