@@ -35,8 +35,9 @@ test: $(READY)
 test-slow: $(READY)
 	$(PYTEST) -o faulthandler_timeout=3900 -m slow $(SLICE)
 
+# Three files at a time on one GPU: most of their time goes into starting, and into compiling on a core or two.
 test-cuda: $(READY)
-	$(BIN)/python -m pytest -m cuda
+	$(BIN)/python -m pytest -m cuda -n 3 --dist loadfile $(SLICE)
 
 # Kills, full disks, lost ranks, damaged files, odd values: SECURITY.md. SEED=2 tries others.
 SEED ?= 1

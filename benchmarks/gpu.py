@@ -174,7 +174,8 @@ def command(row: Row, batch: int, file: Path, options: argparse.Namespace) -> li
     if row.kind == "tests":
         # A CPU has the cases of two ranks, of which one says that they run.
         what = ["cuda"] if options.device == "cuda" else ["not cuda", "-k", "ddp-bf16_params-off"]
-        return [sys.executable, "-m", "pytest", "-q", "-m", *what, *row.settings]
+        # Both files at once: most of their time is compiling.
+        return [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", *what, *row.settings]
     if row.kind != "ours":
         line = [
             sys.executable, __file__, "--child", row.kind, "--batch", str(batch), "--out", str(file),
