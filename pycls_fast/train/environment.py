@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -69,9 +70,11 @@ def environment(device: torch.device, world_size: int, command: str | None = Non
 
 
 def provenance(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Where a tool's numbers come from: the environment, with its most important entries repeated at the top level."""
+    """Where a tool's numbers come from: time and environment, with its most important entries repeated at the top
+    level."""
     whole = environment(device, world_size)
-    return {key: whole[key] for key in ("world_size", "device", "versions")} | {"environment": whole}
+    first = {key: whole[key] for key in ("command", "world_size", "device", "versions")}
+    return {"time": time.time(), **first, "environment": whole}
 
 
 def provenance_lines(device: torch.device, command: str | None = None) -> list[str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -35,7 +34,7 @@ from pycls_fast.network import Network
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import short_training
 from pycls_fast.train.display import Display
-from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import write_json
 from pycls_fast.train.step import Step
 
@@ -300,8 +299,6 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
     record = {
         "kind": "gradients",
         "config_name": config.config_name,
-        "time": time.time(),
-        "command": environment_command(),
         "steps": steps,
         "warmup_steps": warmup_steps,
         "loss_scale": loss_scale,

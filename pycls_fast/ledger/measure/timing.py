@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from pycls_fast.ledger.measure.variant import TimedVariant, speed_comparison
 from pycls_fast.ledger.measure.workloads import PartName, StepRange
 from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
-from pycls_fast.train.environment import environment_command, provenance
+from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import output_file, write_json
 
 Mode = Literal["train", "model", "loader", "both", "all"]
@@ -120,8 +119,6 @@ def _record(variants: Sequence[TimedVariant], settings: Mapping[str, Any], world
     shared: dict[str, Any] = {
         "kind": "timing",
         "config_name": variants[0].config.config_name,
-        "time": time.time(),
-        "command": environment_command(),
         **settings,
         **provenance(world.device, world.size),
     }
