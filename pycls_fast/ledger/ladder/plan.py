@@ -221,7 +221,7 @@ class Factors:
         alike: names of those whose weights are the same bits after some steps; None before that is known.
         identical: names of those whose predictions are then the same, too.
         broken: those that make trainings fail, and the evidence in words.
-        looked: runs_at_most and margin, once there were verdicts, after which both are fixed.
+        looked: whether there were verdicts, after which runs_at_most and margin are fixed.
     """
 
     crossed: list[str] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Factors:
     alike: list[str] | None = None
     identical: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
-    looked: list[float | None] = field(default_factory=list)
+    looked: bool = False
 
 
 def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Variant], str | None]) -> Factors:

@@ -148,7 +148,7 @@ class CrossedTrainings:
             if number == 0:
                 self._check_resolution(group)
                 continue
-            self.factors.looked = [self.settings.runs_at_most, self.settings.margin]
+            self.factors.looked = True
             self.folder.keep_factors(self.factors)
             looks, _ = self._looks(group)
             if looks and looks[-1].settled:

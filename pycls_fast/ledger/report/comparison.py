@@ -116,7 +116,7 @@ def _rows(found: Sequence[Record]) -> list[Row]:
     return rows
 
 
-def _class_rows(record: Record, *, changed: bool) -> list[Row]:
+def _class_rows(record: Record) -> list[Row]:
     found = record["images"]["classes"] if record["images"] is not None else []
     return [
         {
@@ -127,7 +127,6 @@ def _class_rows(record: Record, *, changed: bool) -> list[Row]:
             "points": f"{row['difference']:+.1f}",
         }
         for row in found
-        if row["difference"] or not changed
     ]
 
 
@@ -144,7 +143,7 @@ def print_comparison(record: Record) -> None:
     console.print()
     for line in (verdict(record), *notes(record)):
         console.tell(line)
-    classes = _class_rows(record, changed=True)[:10]
+    classes = [row for row in _class_rows(record) if float(row["points"])][:10]
     if classes:
         console.print()
         console.print(plain_table(classes))
@@ -167,7 +166,7 @@ def comparison_page(record: Record, pictures: Mapping[int, str]) -> str:
         settings=_rows(record["settings"]),
         environment=_rows(record["environment"]),
         pictures=pictures,
-        classes=_class_rows(record, changed=False),
+        classes=_class_rows(record),
     )
 
 
