@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel import fairscale
-from pycls_fast.parallel.fairscale import FlatShards
-from pycls_fast.parallel.launch import start_world
+from pycls_fast.parallel.fairscale import Flat, FlatShards
+from pycls_fast.parallel.launch import make_mesh, start_world
 from pycls_fast.parallel.monitor import report_seconds
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World, floating_buffers
@@ -146,6 +148,86 @@ def test_the_state_of_an_optimizer_on_the_host(world: World) -> None:
         assert state["head.weight"]["exp_avg"].shape == (10, 32)
         assert all(whole(values["exp_avg"]).any() for values in state.values())
         assert_same_bits(whole(again), whole(state))
+
+
+@pytest.mark.parametrize("gathers_again", [True, False])
+def test_when_gradients_are_exchanged(world: World, gathers_again: bool) -> None:
+    """After every microbatch, so that no rank holds whole ones, or after the last; in float32."""
+    more = f"parallel.reshard_after_forward={str(gathers_again).lower()}", "precision=fp16_master"
+    ours = wrapped(world, *more)[2]
+    for is_last in (False, True):
+        with ours.exchange(is_last):
+            assert ours.forward._require_backward_grad_sync == (is_last or gathers_again)
+    assert ours.taken_every_microbatch == gathers_again
+    # A rank that has no images to evaluate gathers with the others.
+    assert ours.forward_is_collective
+    narrow = [m for m in ours.forward.modules() if getattr(m, "mixed_precision", False)]
+    assert narrow
+    assert all(module.fp32_reduce_scatter for module in narrow)
+
+
+@pytest.fixture
+def two() -> Iterator[World]:
+    """The first of two ranks, of which the other does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield World(0, 2, torch.device("cpu"), mesh=make_mesh("cpu", None, 2, datetime.timedelta(seconds=60)))
+    dist.destroy_process_group()
+
+
+def test_the_shards_of_two_ranks_are_the_whole(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parameters in one flat one, whose last shard is padded."""
+    assert two.mesh is not None
+    values = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    shapes = tuple(value.shape for value in values.values())
+    shards = FlatShards([Flat(nn.Parameter(torch.zeros(9)), tuple(values), shapes)], {}, [], two.mesh, lambda: None)
+    own: list[torch.Tensor] = []
+    parts: list[dict[str, Any]] = []
+    for rank in range(2):
+        monkeypatch.setattr(DeviceMesh, "get_local_rank", lambda *_, rank=rank: rank)
+        own.append(shards.join(values)["a+"])
+    flattened = torch.cat([*(value.flatten() for value in values.values()), torch.zeros(1)])
+    assert torch.equal(torch.cat(own), flattened)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, _, group: out.copy_(flattened))
+    for rank in range(2):
+        monkeypatch.setattr(DeviceMesh, "get_local_rank", lambda *_, rank=rank: rank)
+        parts.append(shards.split({"a+": own[rank]}))
+    for name, value in values.items():
+        assert torch.equal(torch.cat([part[name].to_local() for part in parts]), value)
+
+
+def test_owners_get_the_gradients_of_each_step(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step. The weights stay where the optimizer and the average have found them."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(network)
+    make = partial(make_optimizer, "sgd", lr=0.1, momentum=0.0, nesterov=False, implementation="loop")
+    names = [name for name, _ in network.named_parameters()]
+    settings = StrategySettings(groups=[{"params": names, "weight_decay": 0.0}], make_optimizer=make)
+    ours = fairscale.shard_state(network, two, settings)
+    where = [parameter.data_ptr() for parameter in network.parameters()]
+    reduced: list[torch.Tensor] = []
+    done: Any = SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+    def reduce(tensor: torch.Tensor, **_: Any) -> Any:
+        reduced.append(tensor.clone())
+        return done
+
+    monkeypatch.setattr(dist, "reduce", reduce)
+    for _ in range(2):
+        for is_last in (False, True):
+            images = torch.randn(5, 3)
+            with ours.exchange(is_last):
+                ours.forward(images).square().sum().backward()
+            plain(images).square().sum().backward()
+            assert len(reduced) == len(names) * is_last
+        expected = [p.grad / 2 for p in plain.parameters() if p.grad is not None]
+        for one, other in zip(sorted(reduced, key=torch.numel), sorted(expected, key=torch.numel), strict=True):
+            torch.testing.assert_close(one, other)
+        reduced.clear()
+        for each in (ours.optimizer, plain):
+            assert each is not None
+            each.zero_grad(set_to_none=True)
+    assert [parameter.data_ptr() for parameter in network.parameters()] == where
 
 
 def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
