@@ -123,7 +123,11 @@ def measured(device: torch.device) -> Accelerator:
 
 
 def _timed(layer: nn.Module, features: Tensor, device: torch.device) -> TimedWork:
-    layer, features = layer.to(device), features.to(device).requires_grad_()
+    layer, features = layer.to(device), features.to(device)
+    if device.type != "cpu" and features.dim() == 4 and not isinstance(layer, _Attention):
+        # As with speed=fast: a GPU's grouped convolutions are several times slower in it (LOG.md).
+        layer, features = layer.to(memory_format=torch.channels_last), features.to(memory_format=torch.channels_last)
+    features.requires_grad_()
     gradient = torch.ones_like(layer(features))
 
     def run() -> None:

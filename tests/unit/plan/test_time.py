@@ -210,6 +210,16 @@ def test_a_gpu_computes_longer_than_its_host_takes_to_launch() -> None:
                 assert h200.seconds(kernels, compiled=True) > h200.launch * len(found.found), layer
 
 
+def test_a_gpus_convolutions_are_timed_in_the_format_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "seconds", lambda run, device: 1.0)
+    strides: dict[str, Any] = {}
+    for device in ("cpu", "meta"):
+        layer = nn.Conv2d(8, 8, 3, groups=2)
+        layer.register_forward_hook(lambda layer, inputs, out, key=device: strides.update({key: inputs[0].stride()}))
+        calibrating._timed(layer, torch.zeros(2, 8, 4, 4), torch.device(device))
+    assert strides == {"cpu": (128, 16, 4, 1), "meta": (128, 1, 32, 8)}
+
+
 def test_a_hop_between_gpus_is_half_of_a_small_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a CPU meet late, and are timed with arithmetic."""
 
