@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -236,16 +237,20 @@ def preprocessing(config: RunConfig) -> str:
     return f"{turned}{white}{how} {resized} ({augment.interpolation}), centre {size}, mean {mean}, std {std}"
 
 
-def with_preprocessing(config: RunConfig, about: Preprocessing) -> RunConfig:
-    """The configuration that preprocesses images for scoring as the weights say; a `UserError` if the size does not fit
-    the model."""
+def with_preprocessing(config: RunConfig, about: Preprocessing, kept: Collection[str] = ()) -> RunConfig:
+    """The configuration that preprocesses images for scoring as the weights say, but for the keys that are `kept`; a
+    `UserError` if the size does not fit the model."""
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}
     augment = {
         "eval_crop": about.crop,
         "eval_crop_ratio": about.crop_ratio,
         "interpolation": about.interpolation,
     }
-    changed = config.with_values(data=data, augment=augment)
+    sections: dict[str, dict[str, Any]] = {"data": data, "augment": augment}
+    changed = config.with_values(**{
+        section: {key: value for key, value in values.items() if f"{section}.{key}" not in kept}
+        for section, values in sections.items()
+    })  # fmt: skip
     found = [f"{key}: {message}" for key, message in problems(changed, Purpose(needs_data=False, scores_sets=True))]
     if found:
         raise UserError(*found, f"weights: {about.weights} is for images of {about.image_size} px")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pycls_fast.config import ModuleNames, Purpose, RunConfig, Section, Verb
+from pycls_fast.config import ModuleNames, Purpose, RunConfig, Section, Verb, typed_keys
 from pycls_fast.errors import UserError
 from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Several, Text
 
@@ -157,12 +157,12 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, s
     tta: Literal["none", "flip"] = "none"
     """flip: mean with mirror image; twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"
-    """Whose preprocessing published weights get: their own, or the configuration's."""
+    """Whose preprocessing published weights get: their own, but for keys that are typed, or the configuration's."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train.tasks.score import score
 
-        return score(config, **dict(self))
+        return score(config, **dict(self), typed=typed_keys())
 
 
 class SoupVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
@@ -228,9 +228,9 @@ class KnnVerb(Verb, default="finetune", config_of_weights=True, purpose=Purpose(
     output: Text | None = None
     """A JSON file for the numbers."""
     preprocessing: Literal["weights", "config"] = "weights"
-    """Whose preprocessing published weights get: their own, or the configuration's."""
+    """Whose preprocessing published weights get: their own, but for keys that are typed, or the configuration's."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train.tasks.score import score_neighbours
 
-        return score_neighbours(config, **dict(self))
+        return score_neighbours(config, **dict(self), typed=typed_keys())

@@ -3,7 +3,7 @@
 from pycls_fast.choice import Section
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.conflicts import Purpose
-from pycls_fast.config.launch import Verb, command_alone, command_line, is_command, overrides_name, variant
+from pycls_fast.config.launch import Verb, command_alone, command_line, is_command, overrides_name, typed_keys, variant
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.saved import validate_saved
 from pycls_fast.values import ModuleNames
@@ -19,6 +19,7 @@ __all__ = [
     "is_command",
     "load_config",
     "overrides_name",
+    "typed_keys",
     "validate_saved",
     "variant",
 ]

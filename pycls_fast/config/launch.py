@@ -45,7 +45,7 @@ from pycls_fast.config.compose import (
 )
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
-from pycls_fast.config.keys import CONFIGS, key_of
+from pycls_fast.config.keys import CONFIGS, key_of, typed_values
 from pycls_fast.config.messages import explaining, unreadable
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
@@ -374,6 +374,11 @@ def overrides_name(overrides: Iterable[str] | None = None) -> str:
 def is_command() -> bool:
     """Whether this process runs a tool's command line, not a notebook or another program."""
     return HydraConfig.initialized()
+
+
+def typed_keys() -> frozenset[str]:
+    """The keys that this process's command line sets; outside of one none."""
+    return frozenset(typed_values(typed_overrides(HydraConfig.get())) if HydraConfig.initialized() else ())
 
 
 def config_folders() -> list[Path]:

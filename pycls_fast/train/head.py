@@ -88,7 +88,7 @@ def _fit_head(
     head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
     votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
     knn_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
-    accuracy = f"{100.0 * head.accuracy:.2f}% of the held-out ones are right"
+    accuracy = f"{100.0 * head.accuracy:.2f}% right in folds that were left out"
     if math.isnan(head.accuracy):
         accuracy = "too few to hold any out"
     text = f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%"

@@ -233,9 +233,9 @@ def check_output(path: Path, kind: str, *, overwrite: bool) -> None:
         if path.suffix != suffix and (suffix or path.suffix in SUFFIXES.values()):
             problem = f"format={kind} writes {f'a file {path.stem}{suffix}' if suffix else f'a folder {path.stem}'}"
         elif path.exists() and not overwrite:
-            problem = f"{path} exists; use overwrite=true"
+            problem = f"{path} exists (overwrite=true replaces it)"
         elif kind == "openvino" and (bytes_ := path.with_suffix(".bin")).exists() and not overwrite:
-            problem = f"{bytes_} exists; use overwrite=true"
+            problem = f"{bytes_} exists (overwrite=true replaces it)"
         elif path.exists() and path.is_dir() == bool(suffix):
             problem = f"{path} is {'a folder' if path.is_dir() else 'a file'}"
         elif path.is_dir() and any(path.iterdir()) and not (path / "model.safetensors").is_file():

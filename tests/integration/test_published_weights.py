@@ -137,11 +137,13 @@ def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Pat
     own_size = ["data.image_size=64", "data.exif_orientation=false"]
     given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE, *own_size]
     told = {}
-    for whose in ("weights", "config"):
-        output, config = tmp_path / f"{whose}.json", load_config("finetune", given)
-        score_neighbours(config, k=3, temperature=0.1, split="val", output=str(output), preprocessing=whose)
-        told[whose] = json.loads(output.read_text())["preprocessing"]
+    typed = ["data.image_size", "augment.eval_crop_ratio"]
+    for name, whose, keys in (("weights", "weights", []), ("typed", "weights", typed), ("config", "config", typed)):
+        output, config = tmp_path / f"{name}.json", load_config("finetune", given)
+        score_neighbours(config, k=3, temperature=0.1, split="val", output=str(output), preprocessing=whose, typed=keys)
+        told[name] = json.loads(output.read_text())["preprocessing"]
     assert told["weights"] == "covering 106 x 106 (bicubic), centre 96 x 96, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
+    assert told["typed"] == "covering 73 x 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3, std 0.2 0.25 0.3"
     assert told["config"].startswith("covering 73 x 73 (bicubic), centre 64 x 64, mean 0.5 0.4 0.3")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,11 +132,16 @@ class Setup:
 
 @contextmanager
 def set_up(
-    config: RunConfig, *, preprocessing: Literal["weights", "config"] = "config", programs: bool = False
+    config: RunConfig,
+    *,
+    preprocessing: Literal["weights", "config"] = "config",
+    typed: Collection[str] = (),
+    programs: bool = False,
 ) -> Iterator[Setup]:
     """Join the ranks, find the weights and apply the settings of the process.
 
     Args:
+        preprocessing: "weights": published weights have their own, but for the keys that are `typed`.
         programs: the weights may be a file of `EXPORTED`, whose scores are all that it gives.
     """
     with build.world(config) as world:
@@ -149,7 +154,10 @@ def set_up(
         name = timm_name(config) if weights.config is None else None
         about = pretrained.described(found, model=name) if preprocessing == "weights" else None
         if about is not None:
-            config = build.with_preprocessing(config, about)
+            config = build.with_preprocessing(config, about, kept=typed)
+            if config != build.with_preprocessing(config, about):
+                # Their published number is for another one.
+                about = None
         switches = build.switches(config, world.device)
         build.set_backend(config, world.device, switches)
         display = Display(speaks=world.is_main, mode=config.runtime.progress)
@@ -225,10 +233,11 @@ def score(
     report: str | None = None,
     tta: str = "none",
     preprocessing: Literal["weights", "config"] = "weights",
+    typed: Collection[str] = (),
 ) -> int:
     """Evaluate `config.weights` on a split of the configured data, or on `data.eval_set`, and print the scores. For the
     arguments see `TestVerb`."""
-    with set_up(config, preprocessing=preprocessing, programs=True) as setup:
+    with set_up(config, preprocessing=preprocessing, typed=typed, programs=True) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         table = output_file(predictions, world, key="predictions") if predictions is not None else None
@@ -310,10 +319,11 @@ def score_neighbours(
     split: str,
     output: str | None,
     preprocessing: Literal["weights", "config"] = "weights",
+    typed: Collection[str] = (),
 ) -> int:
     """Classify a split by its nearest neighbours in the training split, on the head's input, both preprocessed as for
     evaluation; print the scores. For the arguments see `KnnVerb`."""
-    with set_up(config, preprocessing=preprocessing) as setup:
+    with set_up(config, preprocessing=preprocessing, typed=typed) as setup:
         world = setup.world
         file = output_file(output, world) if output is not None else None
         sources = build.sources(setup.config, world)

@@ -133,12 +133,12 @@ def test_other_programs_metadata_is_ignored(tmp_path: Path, about: dict[str, str
         (["weights=nowhere"], "weights: nowhere is neither a weights file nor a run folder with a checkpoint"),
         (["format=onnx"], "output: format=onnx writes a file net.onnx; give another path"),
         (["format=timm"], "output: format=timm writes a folder net; give another path"),
-        (["format=timm", "output=run"], "output: run exists; use overwrite=true"),
+        (["format=timm", "output=run"], "output: run exists (overwrite=true replaces it)"),
         (["format=timm", "output=run", "overwrite=true"], "output: run holds something other than a timm model"),
         (["output=new/n.onnx", "dtype=float16"], "dtype: must be one of null, int8 with format=onnx; got float16"),
         (["images=there"], "images: safetensors holds the weights alone, which nothing runs; leave it out"),
         (["output=there.safetensors/net.safetensors"], "net.safetensors cannot be written (File exists)"),
-        (["output=there.safetensors"], "output: there.safetensors exists; use overwrite=true"),
+        (["output=there.safetensors"], "output: there.safetensors exists (overwrite=true replaces it)"),
         (["weights=there.safetensors"], "weights: there.safetensors cannot be read"),
     ],
 )
@@ -283,7 +283,7 @@ def test_openvino_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     assert all(part in text for part in ('names="images"', 'names="logits"', "class [3]", "crop_ratio"))
     assert PACKAGE.decode() not in text
     (tmp_path / "net.xml").unlink()
-    assert "net.bin exists; use overwrite=true" in run_process(command, cwd=tmp_path, expect=2).stderr
+    assert "net.bin exists (overwrite=true replaces it)" in run_process(command, cwd=tmp_path, expect=2).stderr
 
 
 def test_int8_is_fitted_on_some_images_and_compared_on_others(
