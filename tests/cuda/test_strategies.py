@@ -20,6 +20,8 @@ from tests.integration.test_strategies import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 STEPS, MORE = 10, 3
+# With room for all tokens; the balancing loss is of each rank's own tokens.
+EXPERTS = ["model=vit_moe_digits", "model.expert_capacity=8", "model.balance_loss=0"]
 STRATEGIES = {
     "single": ["parallel=single"],
     "ddp": ["parallel=ddp"],
@@ -32,12 +34,15 @@ STRATEGIES = {
     "tensor": ["parallel=fsdp", "parallel.tensor_degree=2"],
     "pipeline": ["parallel=ddp", "parallel.pipeline_degree=2"],
     "pipeline fsdp": ["parallel=fsdp", "parallel.pipeline_degree=2"],
+    "experts": ["parallel=fsdp", "parallel.expert_degree=2", *EXPERTS],
+    "experts gathered": ["parallel=fsdp", *EXPERTS],
+    "experts alone": ["parallel=single", *EXPERTS],
 }
-DIVIDED = ("tensor", "pipeline", "pipeline fsdp")
+DIVIDED = ("tensor", "pipeline", "pipeline fsdp", "experts")
 # What goes on from whose checkpoint.
 AFTER = {
     "ddp": "fsdp", "fsdp": "hsdp", "hsdp": "ddp", "flat": "fsdp", "oss": "flat",
-    "tensor": "ddp", "pipeline": "fsdp", "pipeline fsdp": "tensor",
+    "tensor": "ddp", "pipeline": "fsdp", "pipeline fsdp": "tensor", "experts": "experts gathered",
 }  # fmt: skip
 PRECISIONS = ("amp_bf16", "bf16_params", "amp_fp16")
 COMPILED = {
@@ -83,6 +88,11 @@ def _name(*parts: str) -> str:
     return "-".join(parts).replace(" ", "-")
 
 
+def _alone(case: tuple[str, str, str]) -> tuple[str, str]:
+    """The strategy and precision of the process with which a case is compared."""
+    return "experts alone" if case[0] == "experts" else "single", case[1]
+
+
 def _case(device: str, case: tuple[str, str, str], digits: Path, *more: str) -> dict[str, Any]:
     strategy, precision, compiled = case
     # A CPU replays nothing.
@@ -105,8 +115,8 @@ class Grid:
     def alone(self, device: str) -> Path:
         """One process without a strategy, uncompiled, to the end."""
         stop = f"schedule.max_steps={STEPS + MORE}"
-        precisions = {precision for _, precision, _ in self._wanted}
-        cases = {each: _case(device, ("single", each, "off"), self._digits, stop) for each in precisions}
+        wanted = {_alone(case) for case in self._wanted}
+        cases = {_name(*each): _case(device, (*each, "off"), self._digits, stop) for each in wanted}
         return self._run(device, 1, "alone", cases)
 
     def ranks(self, device: str, ranks: int) -> Path:
@@ -148,7 +158,7 @@ TRIED = [
 
 @pytest.mark.parametrize(("case", "on"), TRIED)
 def test_losses_are_those_of_one_process(grid: Grid, case: tuple[str, str, str], on: tuple[str, int]) -> None:
-    alone = torch.load(grid.alone(on[0]) / f"{case[1]}.pt")
+    alone = torch.load(grid.alone(on[0]) / f"{_name(*_alone(case))}.pt")
     ours = [torch.load(grid.ranks(*on) / f"{name}.pt") for name in (_name(*case), _name(*case, "on"))]
     expected, losses = alone["losses"], [loss for part in ours for loss in part["losses"]]
     assert len(losses) == len(expected) == STEPS + MORE
