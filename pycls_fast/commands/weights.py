@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pycls_fast.config import ModuleNames, Purpose, RunConfig, Section, Verb, typed_keys
-from pycls_fast.errors import UserError
+from pycls_fast.errors import one_of
 from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Several, Text
 
 Which = Literal["auto", "model", "ema"]
@@ -68,10 +68,11 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
         from pycls_fast.inference.predict import predict as predict_images
 
         given = _imported(self)
-        by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet", ".txt": "table", "": "table"}
-        given["format"] = self.format or by_suffix.get(Path(self.output or "").suffix)
-        if given["format"] is None:
-            raise UserError(f"output: {self.output} does not end in .json, .csv, .png or .txt; choose format=NAME")
+        by_suffix = {".json": "json", ".csv": "csv", ".png": "sheet", ".txt": "table"}
+        suffix = Path(self.output or "").suffix
+        if self.format is None and suffix:
+            one_of("output, its ending", suffix, by_suffix, more=" without format=NAME")
+        given["format"] = self.format or by_suffix.get(suffix, "table")
         return predict_images(**given)
 
 

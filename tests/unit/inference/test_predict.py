@@ -178,7 +178,11 @@ def test_what_a_value_is() -> None:
         ("predict", [], "run: missing; set it with run=VALUE"),
         ("predict", ["RUN"], "images: none were given; give files, folders or patterns"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
-        ("predict", ["RUN", "IMAGES", "output=x.xlsx"], "output: x.xlsx does not end in .json, .csv, .png or .txt"),
+        (
+            "predict",
+            ["RUN", "IMAGES", "output=x.xlsx"],
+            "output, its ending: must be one of .json, .csv, .png, .txt without format=NAME; got .xlsx",
+        ),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.abc"], "output: x.abc cannot be written (unknown file"),
         ("maps", ["RUN", "IMAGES", "output="], "output: string should have at least 1 character"),
         ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for convolutional networks"),
