@@ -219,7 +219,7 @@ def test_a_training_that_is_stopped_has_everything_up_to_then(
     assert (trained.summary["stopped"], trained.summary["steps"], trained.metrics) == ("SIGTERM", 1, None)
     page = (trained.run_dir / "index.html").read_text()
     assert "stopped by SIGTERM" in page
-    assert '<td>command</td><td class="text">pycls_fast.train_net(' in page
+    assert '<td>command</td><td class="words">pycls_fast.train_net(' in page
     assert "stopped by SIGTERM; everything up to step 1 is saved" in (trained.run_dir / "log.txt").read_text()
     monkeypatch.undo()
     trained = pycls_fast.train_net("vit_digits", [*small, f"run_dir={tmp_path / 'run'}"])
