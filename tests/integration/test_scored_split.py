@@ -81,6 +81,9 @@ def test_splits_that_there_are(run: Path, images: Path, tmp_path: Path) -> None:
         shutil.copytree(images, tmp_path / "both" / split)
     with pytest.raises(UserError, match=r"^split: must be one of train, val; got all$"):
         scored(run, "all", f"data.root={tmp_path / 'both'}")
+    (tmp_path / "both/val").rename(tmp_path / "both/test")
+    with pytest.raises(UserError, match=r"train, val \(test/ is val if there is no val/\); got test$"):
+        scored(run, "test", f"data.root={tmp_path / 'both'}")
 
 
 @pytest.mark.slow

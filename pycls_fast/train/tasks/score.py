@@ -180,7 +180,8 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
             val=build.sources(config, world)["val"] if data.eval_set == "real" else None,
         )
     sources = build.sources(config, world, whole=split == "all")
-    one_of("split", split, [*sources, *(["all"] if any(source.drawn for source in sources.values()) else [])])
+    known = [*sources, *(["all"] if any(source.drawn for source in sources.values()) else [])]
+    one_of("split", split, known, more=" (test/ is val if there is no val/)" if split == "test" else "")
     note = _other_split(setup, sources, split)
     if note is not None:
         setup.display.note(note)
