@@ -269,7 +269,8 @@ def score(
             if index is not None:
                 classes = (by_class or _by_class(source, result))["classes"]
                 how = setup.config.data.conversion
-                write_report(index, result, source, f"{origin.path}: {split}", facts, classes=classes, convert=how)
+                title = f"{str(origin.path).removeprefix(f'{Path.cwd()}/')}: {split}"
+                write_report(index, result, source, title, facts, classes=classes, convert=how)
         return DONE
 
 
