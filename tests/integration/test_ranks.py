@@ -172,7 +172,14 @@ def test_ranks_that_differ_end_with_one_line(tmp_path: Path, second: dict[str, i
     class_folders(tmp_path / "second" / "images", **second)
     script = tmp_path / "tool.py"
     script.write_text(APART.format(tool=str(ROOT / "tools" / "train_net.py")))
-    common = ("data=folder", *TINY, "data.global_batch_size=8", "data.num_workers=0", "schedule.max_steps=1")
+    common = (
+        "--config-name=vit_digits",
+        "data=folder",
+        *TINY,
+        "data.global_batch_size=8",
+        "data.num_workers=0",
+        "schedule.max_steps=1",
+    )
     chosen = ("data.root=images", f"run_dir={run_dir}")
     done = run_process(under_torchrun([sys.executable, str(script), *common, *chosen], 2), cwd=tmp_path, expect=1)
     errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
