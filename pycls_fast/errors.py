@@ -41,16 +41,10 @@ def first_line(error: BaseException) -> str:
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
-def _lacks_host_memory(error: Exception) -> bool:
-    # The third is a library of an import.
-    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return is_full or isinstance(error, MemoryError) or "failed to map segment from shared object" in str(error)
-
-
 _LACKS_GPU_MEMORY = re.compile(r"(CUDA error|Triton Error \[CUDA\]): (out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch found no memory left, on an accelerator or on the CPU."""
     # torch takes seconds to import; if it was not imported, it allocated nothing.
     torch = sys.modules.get("torch")
@@ -193,46 +187,45 @@ def reporting(action: Callable[[], int]) -> int:
         status = action()
         print(end="", flush=True)
         return status
-    except UserError as error:
-        if _of_ctrl_c(error):
-            return _interrupted()
-        print_lines("error", error.lines)
-        return MISTAKE
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         discard_output()
         return status
-    except KeyboardInterrupt:
-        return _interrupted()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if _of_ctrl_c(error):
-            return _interrupted()
-        if _lacks_host_memory(error):
-            print_lines("error", ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"])
-            return MISTAKE
-        if isinstance(error, OSError) and error.errno in _OF_FILES:
-            try:
-                print(end="", flush=True)
-            except OSError:
-                # Standard output is that file.
-                discard_output()
-            # An open one has no name.
-            name = str(error.filename or "")
-            place = f"{name[:99]}{'...' * (len(name) > 99)}: " if name else ""
-            print_lines("error", [f"{place}{error.strerror}"])
-            return MISTAKE
-        if str(error) == "can't start new thread":
-            print_lines("error", ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"])
-            return MISTAKE
-        if not is_out_of_memory(error):
+            print_lines("interrupted", ["Ctrl-C ended this at once"])
+            return INTERRUPTED
+        lines = error.lines if isinstance(error, UserError) else _of_the_machine(error)
+        if lines is None:
             raise
-        asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
-        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        way_out = "lower the batch size or the model, or end what else uses it"
-        line = f"{rank}the device is {OUT_OF_MEMORY} ({asked}); {way_out}"
-        print(f"error: {line}", file=sys.stderr)
+        print_lines("error", lines, of_all=is_out_of_memory(error))
+        try:
+            print(end="", flush=True)
+        except OSError:
+            # Standard output is the file that cannot be written.
+            discard_output()
         return MISTAKE
+
+
+def _of_the_machine(error: BaseException) -> Sequence[str] | None:
+    """The line for what the machine lacks or does not permit; None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    # The last is a library of an import.
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "failed to map segment from shared" in str(error):
+        return ["out of host memory (or of ulimit -v); lower the batch size or data.num_workers"]
+    if isinstance(error, OSError) and number in _OF_FILES:
+        # An open one has no name.
+        name = str(error.filename or "")
+        return [f"{name[:99]}{'...' * (len(name) > 99)}{': ' * bool(name)}{error.strerror}"]
+    if str(error) == "can't start new thread":
+        return ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"]
+    if not is_out_of_memory(error):
+        return None
+    asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    way_out = "lower the batch size or the model, or end what else uses it"
+    return [f"{rank}the device is {OUT_OF_MEMORY} ({asked}); {way_out}"]
 
 
 def _of_ctrl_c(error: BaseException | None) -> bool:
@@ -245,17 +238,13 @@ def _of_ctrl_c(error: BaseException | None) -> bool:
     return False
 
 
-def _interrupted() -> int:
-    print_lines("interrupted", ["Ctrl-C ended this at once"])
-    return INTERRUPTED
-
-
-def print_lines(kind: str, lines: Iterable[str], *, whole: bool = False) -> None:
-    """Print `kind: line` for each line on standard error, once per node: data may be missing on one node only.
+def print_lines(kind: str, lines: Iterable[str], *, whole: bool = False, of_all: bool = False) -> None:
+    """Print `kind: line` for each line on standard error, once per node (data may be missing on one node only), or
+    those `of_all` ranks.
 
     On a terminal a line is wrapped between words, unless it is to be copied as a `whole`.
     """
-    if is_first_of_node():
+    if of_all or is_first_of_node():
         # The terminal may be gone; the exit status still reports the error.
         with suppress(OSError):
             width = None

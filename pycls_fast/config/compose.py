@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -338,24 +338,13 @@ def readable(override: str) -> str:
     return override
 
 
-class _ReadOnlyIf(NamedTuple):
-    """Keys that begin with `prefix` are read only if the key `depends_on` has certain values."""
-
-    prefix: str
-    depends_on: str
-    is_read: Callable[[RunConfig], bool]
-
-
-_READ_ONLY_IF = (
+# Keys that begin with the first are read only if the second has certain values.
+_READ_ONLY_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
     # `auto` may become a level that scales, on an older GPU.
-    _ReadOnlyIf(
-        "precision.loss_scale",
-        "precision.name",
-        lambda config: config.precision.name == "auto" or LEVELS[config.precision.name].scaled,
-    ),
-    _ReadOnlyIf("precision.fp8_", "precision.name", lambda config: LEVELS[config.precision.name].float8),
-    _ReadOnlyIf("optim.ema_", "optim.ema_decay", lambda config: config.optim.ema_decay is not None),
-    _ReadOnlyIf("optim.layer_decay", "optim.layer_decay", lambda config: config.optim.layer_decay is not None),
+    ("precision.loss_scale", "precision.name", lambda c: c.precision.name == "auto" or LEVELS[c.precision.name].scaled),
+    ("precision.fp8_", "precision.name", lambda c: LEVELS[c.precision.name].float8),
+    ("optim.ema_", "optim.ema_decay", lambda c: c.optim.ema_decay is not None),
+    ("optim.layer_decay", "optim.layer_decay", lambda c: c.optim.layer_decay is not None),
 )
 
 
@@ -367,10 +356,9 @@ def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
     """
     for override in composed.overrides:
         key, typed = key_of(override), override.lstrip("+")
-        for rule in _READ_ONLY_IF:
-            if key.startswith(rule.prefix) and key != rule.depends_on and "=" in typed and not rule.is_read(config):
-                value = functools.reduce(getattr, rule.depends_on.split("."), config)
-                yield f"{typed} has no effect with {rule.depends_on}={as_typed(value)}"
+        for prefix, on, is_read in _READ_ONLY_IF:
+            if key.startswith(prefix) and key != on and "=" in typed and not is_read(config):
+                yield f"{typed} has no effect with {on}={as_typed(functools.reduce(getattr, on.split('.'), config))}"
     names = [] if composed.saved is not None else composed.experiments(composed.config_name)
     files = {shown_path(file) for file in map(composed.file, names) if file is not None}
     for group in ("optim", "augment"):

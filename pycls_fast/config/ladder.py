@@ -117,7 +117,12 @@ class LadderSettings(Repeats):
 
 def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
     """Read a ladder by its name in `configs/ladders/`, or by the path of a YAML file."""
-    file = user_path(name) if name.endswith((".yaml", ".yml")) else _find(name, folders)
+    if name.endswith((".yaml", ".yml")):
+        file = user_path(name)
+    else:
+        there = {file.stem: file for folder in reversed(folders) for file in sorted((folder / LADDERS).glob("*.yaml"))}
+        one_of("ladder", name, sorted(there), more=", or the path of a YAML file")
+        file = there[name]
     with refusing(f"ladder: {file} cannot be read", OSError, ValueError):
         values = read_yaml(file)
     if isinstance(values, dict) and values.get("variants") == "switches":
@@ -191,9 +196,3 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
 
     variants = tuple(map(sized, ladder.variants))
     return ladder.model_copy(update={"baseline": sized(ladder.baseline), "variants": variants})
-
-
-def _find(name: str, folders: Sequence[Path]) -> Path:
-    there = {file.stem: file for folder in reversed(folders) for file in sorted((folder / LADDERS).glob("*.yaml"))}
-    one_of("ladder", name, sorted(there), more=", or the path of a YAML file")
-    return there[name]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from hydra.core.config_store import ConfigStore
 from pydantic import Field
 
-from pycls_fast import precision
+from pycls_fast import precision, strategies
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.data.choices import Augment, Auto, Source
 from pycls_fast.models.choices import PRESETS as MODELS
@@ -173,10 +173,6 @@ def _named(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: {"name": name} for name in names}
 
 
-def _names(section: type[Section]) -> Sequence[str]:
-    return typing.get_args(section.model_fields["name"].annotation)
-
-
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "model": MODELS,
     # What data.root holds is recognised (auto), or class folders, or random images in memory.
@@ -187,8 +183,8 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         **_named(FAMILIES["schedule"].choices()),
         "step": {"name": "step", "step_epochs": 30, "step_factor": 0.1},
     },
-    "precision": _named(_names(Precision)),
-    "parallel": _named(_names(Parallel)),
+    "precision": _named(precision.LEVELS),
+    "parallel": _named(typing.get_args(strategies.Name)),
     "speed": {name: {"preset": name} for name in ("reference", "fast")},
     "runtime": {"default": {"device": "auto"}},
 }
@@ -211,12 +207,7 @@ def options(group: str, folders: Sequence[Path]) -> list[str]:
     )
 
 
-def _register() -> None:
-    store = ConfigStore.instance()
-    for group, presets in PRESETS.items():
-        for name, values in presets.items():
-            store.store(name, dict(values), group=group, provider="pycls_fast")
-
-
 # Hydra looks for an option here if no folder has a file for it.
-_register()
+for _group, _presets in PRESETS.items():
+    for _name, _values in _presets.items():
+        ConfigStore.instance().store(_name, dict(_values), group=_group, provider="pycls_fast")

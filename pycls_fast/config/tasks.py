@@ -15,16 +15,10 @@ def is_task() -> bool:
     return "SUBMITIT_EXECUTOR" in os.environ
 
 
-def warning_signal() -> signal.Signals | None:
-    """The signal that a task gets some minutes before its job is preempted; None if this is not a task."""
-    return signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"] if is_task() else None
-
-
 def warning_signals() -> set[signal.Signals]:
     """The signals that announce the end of a job: the launcher's, or those that `#SBATCH --signal` usually names."""
-    warning = warning_signal()
-    if warning is not None:
-        return {warning}
+    if is_task():
+        return {signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"]}
     return {signal.SIGUSR1, signal.SIGUSR2} if "SLURM_JOB_ID" in os.environ else set()
 
 

@@ -77,8 +77,8 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    warning = tasks.warning_signal()
-    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *tasks.warning_signals()}
+    warnings = tasks.warning_signals()
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *warnings}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
     # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.
@@ -106,7 +106,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
                 raise SystemExit(128 + number)
         if request.finished:
             return
-        if number == warning and callable(former):
+        if tasks.is_task() and number in warnings and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:
             request.name = signal.Signals(number).name
