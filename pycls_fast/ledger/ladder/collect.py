@@ -63,18 +63,15 @@ def collect(ledger: Ledger, config_name: str, *, finished: bool = True) -> Recor
 
 
 def _variant(ledger: Ledger, variant: Variant) -> VariantRecord:
-    name, selection = variant.name, ledger.selection
-    status: Status = (
-        "failed" if name in selection.failed else "cannot run" if name in selection.impossible else "measured"
-    )
-    reason, numerics = selection.why_not(variant), ledger.folder.file("numerics", variant)
+    out: tuple[Status, str | None] = ledger.selection.out.get(variant.name, ("measured", None))
+    (status, reason), numerics = out, ledger.folder.file("numerics", variant)
     note, git = variant.note, None
     if variant.tree is not None:
         git = git_state(tree_path(variant.tree))
         commit = "" if git is None else f" (commit {git['commit'][:10]}{', changed' if git['changed'] else ''})"
         note = f"{note}{'; ' if note else ''}the code in {variant.tree}{commit}"
     return VariantRecord(
-        name=name,
+        name=variant.name,
         note=note,
         overrides=list(variant.overrides),
         ranks=variant.ranks or 1,

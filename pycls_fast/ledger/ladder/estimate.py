@@ -6,12 +6,11 @@ import math
 import tempfile
 from pathlib import Path
 
-from pycls_fast.config.keys import text_override
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import check_reference, check_runs, families, find_factors
-from pycls_fast.ledger.ladder.processes import ProcessResult, timing_arguments
+from pycls_fast.ledger.ladder.plan import check_runs, families, find_factors
+from pycls_fast.ledger.ladder.processes import Job, ProcessResult, timing_arguments
 from pycls_fast.ledger.report.effects import best_resolution
 from pycls_fast.reading import Model
 
@@ -32,18 +31,19 @@ def show_plan(ledger: Ledger) -> None:
     if ledger.settings.trains:
         ledger.plan_trainings()
     for variant in ledger.selection.variants():
-        words, ranks = " ".join(variant.overrides) or "the experiment as it is", variant.ranks or 1
-        why_not = ledger.selection.why_not(variant)
-        ledger.say(
-            f"{variant.name}: {f'not run, {why_not}' if why_not else words + f'  ({ranks} ranks)' * (ranks > 1)}"
-        )
+        words = " ".join(variant.overrides) or "the experiment as it is"
+        if variant.name in ledger.selection.out:
+            words = f"not run, {ledger.selection.out[variant.name][1]}"
+        elif (variant.ranks or 1) > 1:
+            words += f"  ({variant.ranks} ranks)"
+        ledger.say(f"{variant.name}: {words}")
     ledger.say("timing a few steps of the first variant for the estimate")
     with tempfile.TemporaryDirectory() as temporary:
-        finished, timed = _measured(ledger, Path(temporary), "train", SavedTiming)
+        ended, timed = _measured(ledger, Path(temporary), "train", SavedTiming)
         fed_step = None
         if ledger.settings.trains:
             fed_step = _measured(ledger, Path(temporary), "both", SavedSpeed)[1].step_seconds_p50
-    announce(ledger, finished.seconds, timed, fed_step)
+    announce(ledger, ended.seconds, timed, fed_step)
 
 
 def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step: float | None = None) -> None:
@@ -84,11 +84,11 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
 def _measured(ledger: Ledger, folder: Path, mode: str, kind: type[Model]) -> tuple[ProcessResult, Model]:
     """Time the reference briefly in a separate process; returns how it ended and its record."""
     first, file = ledger.selection.variants()[0], folder / f"{mode}.json"
-    more = (*timing_arguments(steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode), text_override("output", str(file)))
-    finished = ledger.process("time", first, more, log=file.with_suffix(".txt")).wait()
-    if finished.status != 0:
-        check_reference(first, finished.reason())
-    return finished, read_measurement(file, kind)
+    own = timing_arguments(file, steps=3, warmup_steps=2, seconds=_SECONDS, mode=mode)
+    ended = ledger.start(Job("timing", "time", first, own, file), log=file.with_suffix(".txt")).wait()
+    if ended.status != 0:
+        ledger.selection.leave_out(first, "failed", ended.reason())
+    return ended, read_measurement(file, kind)
 
 
 def estimate(ledger: Ledger, seconds: float, timed: SavedTiming, fed_step: float) -> dict[str, float]:

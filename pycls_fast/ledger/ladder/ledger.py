@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
@@ -20,9 +20,10 @@ from pycls_fast.ledger.ladder.plan import Selection, combination, default_runs, 
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     ONE_PROCESS,
+    OURS,
+    Job,
     Process,
     ProcessResult,
-    TrainingRun,
     progress_of,
     timing_arguments,
 )
@@ -95,8 +96,8 @@ class Ledger:
         """Time the reference once, unless an earlier start has; returns the seconds that its process took (None if an
         earlier start made it) and its record. A `UserError` if it does not run."""
         reference = self.selection.variants()[0]
-        finished = self._time(reference, 0)
-        took = None if finished is None else finished.seconds
+        ended = self._time(reference, 0)
+        took = None if ended is None else ended.seconds
         return took, read_measurement(self.folder.timing_file(reference, 0), SavedTiming)
 
     def time_variants(self) -> None:
@@ -114,16 +115,12 @@ class Ledger:
                     self._time(variant, number)
 
     def measure_numerics(self) -> None:
-        """Measure each variant's rounding, and the reference's gradients, as far as they are asked for and missing."""
-        s = self.settings
-        if s.numerics_steps is not None:
-            for variant in self.with_rounding():
-                file, what = self.folder.file("numerics", variant), f"{variant.name}: rounding"
-                self._measure_alone(what, "numerics", variant, file, f"steps={s.numerics_steps}")
-        if s.gradients:
-            first = self.selection.variants()[0]
-            # In float32, so that nothing has rounded them.
-            self._measure_alone("gradients", "gradients", first, self.folder.file("gradients", first), "precision=fp32")
+        """Measure each variant's rounding, and the reference's gradients, as far as they are asked for and missing; one
+        that fails is left out alone."""
+        for job in (*self._roundings(), *self._gradients()):
+            ended = self._measure(job)
+            if ended is not None and ended.status != 0:
+                self.unmeasured[job.what] = ended.reason()
 
     def plan_trainings(self) -> CrossedTrainings:
         """The trainings of what is known to run."""
@@ -155,26 +152,41 @@ class Ledger:
         }
         return [name for name in digests if digests[name] and digests[name] == digests.get(str(variants[name].against))]
 
-    def files(self) -> dict[str, list[Path]]:
-        """The files that measurements write, by kind; trainings are not among them."""
-        s, folder, variants = self.settings, self.folder, self.selection.runnable()
+    def train(self, runs: Sequence[Job]) -> None:
+        """Run those trainings that are not done, `jobs` at a time, and wait for them. One that lacked memory beside
+        others is started again by itself."""
+        # Two families may share a run.
+        missing, again = list({run.path: run for run in runs if not run.is_done}.values()), list[Job]()
+        for at_once, jobs in ((self.settings.jobs, missing), (1, again)):
+            for run, ended in self._each(jobs, at_once):
+                if ended.lacked_memory and at_once > 1:
+                    self.say(f"{run.what}: lacked memory; starting it once more by itself at the end")
+                    again.append(run)
+                    continue
+                if ended.status != 0:
+                    # One that is refused leaves no folder.
+                    write_json(output_file(run.path / FAILED), {"reason": ended.reason()})
+                self._training_seconds.append(ended.seconds)
+                self._report(run.what, ended)
+
+    def measurements(self) -> dict[str, list[Job]]:
+        """All of them by kind; trainings are not among them."""
+        rounds = range(self.settings.rounds)
         return {
-            "timings": [folder.timing_file(variant, number) for variant in variants for number in range(s.rounds)],
-            "rounding": [folder.file("numerics", v) for v in self.with_rounding()]
-            if s.numerics_steps is not None
-            else [],
-            "gradients": [folder.file("gradients", self.selection.variants()[0])] if s.gradients else [],
+            "timings": [self._timing(variant, number) for variant in self.selection.runnable() for number in rounds],
+            "rounding": self._roundings(),
+            "gradients": self._gradients(),
         }
 
     def missing(self) -> dict[str, int]:
         """How many measurements of each kind are not done, and the most trainings that may be left."""
         trained = sum(run.is_done for run in self.trainings.planned()) if self.trainings is not None else 0
-        missing = {kind: sum(not file.is_file() for file in files) for kind, files in self.files().items()}
+        missing = {kind: sum(not job.is_done for job in jobs) for kind, jobs in self.measurements().items()}
         return {**missing, "training": self.trainings_at_most() - trained}
 
     def total(self) -> int:
         """Number of measurements and trainings in the whole plan, as far as it is known."""
-        return sum(map(len, self.files().values())) + self.trainings_at_most()
+        return sum(map(len, self.measurements().values())) + self.trainings_at_most()
 
     def trainings_at_most(self) -> int:
         """The most trainings that the plan may take, as far as it is known."""
@@ -184,160 +196,120 @@ class Ledger:
         most = default_runs(count) if self.settings.runs_at_most is None else self.settings.runs_at_most
         return most if count else 0
 
-    def with_rounding(self) -> list[Variant]:
-        """The variants whose rounding is measured, if any is: one process cannot round as several do."""
-        return [variant for variant in self.selection.runnable() if variant.ranks == 1]
+    def start(self, job: Job, *, log: Path, devices: Sequence[str] = ()) -> Process:
+        """Start a job with its variant's code, ranks and overrides; the last of those of one key stays."""
+        variant = job.variant
+        return Process(
+            job.verb,
+            [*self.flags, *merged(self.typed, variant.overrides, job.own)],
+            ranks=variant.ranks or 1,
+            log=log,
+            tree=OURS if variant.tree is None else tree_path(variant.tree),
+            devices=devices,
+        )
+
+    def _timing(self, variant: Variant, number: int) -> Job:
+        s, file = self.settings, self.folder.timing_file(variant, number)
+        own = timing_arguments(file, steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
+        return Job(f"{variant.name}: timing {number + 1} of {s.rounds}", "time", variant, own, file)
+
+    def _roundings(self) -> list[Job]:
+        """Those of variants with one rank: one process cannot round as several do."""
+        steps = self.settings.numerics_steps
+        variants = [v for v in self.selection.runnable() if v.ranks == 1 and steps is not None]
+        return [self._alone(f"{v.name}: rounding", "numerics", v, f"steps={steps}") for v in variants]
+
+    def _gradients(self) -> list[Job]:
+        first = self.selection.variants()[0]
+        # In float32, so that nothing has rounded them.
+        return [self._alone("gradients", "gradients", first, "precision=fp32")] if self.settings.gradients else []
+
+    def _alone(self, what: str, verb: Literal["numerics", "gradients"], variant: Variant, own: str) -> Job:
+        """A measurement that one process makes."""
+        file = self.folder.file(verb, variant)
+        arguments = (*ONE_PROCESS, own, text_override("output", str(file)))
+        return Job(what, f"ledger {verb}", variant.model_copy(update={"ranks": 1}), arguments, file)
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
-        s, file = self.settings, self.folder.timing_file(variant, number)
-        more = timing_arguments(steps=s.steps, warmup_steps=s.warmup_steps, seconds=s.seconds)
+        job = self._timing(variant, number)
         # In later rounds it has run before: another program may have been in its way.
-        what, again = f"{variant.name}: timing {number + 1} of {s.rounds}", number > 0
-        finished = self._measure(what, "time", variant, file, more, again=again)
-        if finished is not None and finished.status != 0:
-            self.selection.blame(variant, finished, is_first=number == 0)
-        elif finished is not None:
-            self._timed.add(file)
+        ended = self._measure(job, again=number > 0)
+        if ended is not None and ended.status != 0:
+            self.selection.leave_out(
+                variant, "cannot run" if ended.refused else "failed", ended.reason(), below=number > 0
+            )
+        elif ended is not None:
+            self._timed.add(job.path)
             # Between starts the machine's speed drifts: what an earlier one timed of this round is timed again.
             for other in {self.folder.timing_file(each, number) for each in self.selection.runnable()} - self._timed:
                 other.unlink(missing_ok=True)
-        return finished
+        return ended
 
-    def _measure_alone(self, what: str, verb: str, variant: Variant, file: Path, own: str) -> None:
-        """Make an optional measurement, in one process: if it fails, the variant continues without it."""
-        alone = variant.model_copy(update={"ranks": 1})
-        finished = self._measure(what, f"ledger {verb}", alone, file, (*ONE_PROCESS, own))
-        if finished is not None and finished.status != 0:
-            self.unmeasured[what] = finished.reason()
-
-    def _measure(
-        self, what: str, verb: str, variant: Variant, file: Path, more: Sequence[str], *, again: bool = False
-    ) -> ProcessResult | None:
+    def _measure(self, job: Job, *, again: bool = False) -> ProcessResult | None:
         """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
-        if file.is_file():
+        if job.is_done:
             return None
-        arguments = (*more, text_override("output", str(file)))
-        finished = self._wait(self._start(what, verb, variant, arguments, file))
-        if again and finished.status != 0:
-            self.say(f"{what}: failed with status {finished.status}: {finished.reason()}; trying once more")
-            finished = self._wait(self._start(what, verb, variant, arguments, file))
-        self._measurement_seconds.append(finished.seconds)
-        self._report(what, finished)
-        return finished
+        ((_, ended),) = self._each([job], at_once=1)
+        if again and ended.status != 0:
+            self.say(f"{job.what}: failed with status {ended.status}: {ended.reason()}; trying once more")
+            ((_, ended),) = self._each([job], at_once=1)
+        self._measurement_seconds.append(ended.seconds)
+        self._report(job.what, ended)
+        return ended
 
-    def _wait(self, process: Process) -> ProcessResult:
-        try:
-            while (finished := self._poll(process)) is None:
-                time.sleep(_POLLING_SECONDS)
-        except BaseException:
-            Process.stop([process])
-            raise
-        return finished
-
-    def _poll(self, process: Process) -> ProcessResult | None:
-        """How a process ended, or None while it runs; a `KeyboardInterrupt` if a stop was requested."""
-        finished = process.finished()
-        # If it has ended, it may be by the same signal.
-        if self.stop:
-            raise KeyboardInterrupt
-        return finished
-
-    def _report(self, what: str, finished: ProcessResult) -> None:
-        """Say how a process ended."""
-        self.folder.save_seconds()
-        if finished.status == 0:
-            missing, total = self.missing(), self.total()
-            done = total - sum(missing.values())
-            self.say(f"{what}: {finished.seconds:.0f} s  ({done} of {total}, {self._left(missing)})")
-        elif finished.refused:
-            self.say(f"{what}: cannot run: {finished.reason()}")
-        else:
-            self.say(f"{what}: failed with status {finished.status}: {finished.reason()} (full log: {finished.log})")
-
-    def _left(self, missing: Mapping[str, int]) -> str:
-        """The remaining time in words; how long a training takes is not known before one has ended."""
-        runs = missing["training"]
-        others = sum(missing.values()) - runs
-        unknown = runs > 0 and not self._training_seconds
-        if unknown and not others:
-            return "the training comes next"
-        each, run = (sum(s) / max(len(s), 1) for s in (self._measurement_seconds, self._training_seconds))
-        seconds = others * each + runs * run / self.settings.jobs
-        return f"about {duration(seconds)} left{' before the training' if unknown else ''}"
-
-    def train(self, runs: Sequence[TrainingRun]) -> None:
-        """Run those trainings that are not done, `jobs` at a time, and wait for them."""
-        # Two families may share a run.
-        missing = list({run.folder: run for run in runs if not run.is_done}.values())
-        lacked_memory = self._train(missing, self.settings.jobs)
-        self._train(lacked_memory, jobs=1)
-
-    def _train(self, runs: Sequence[TrainingRun], jobs: int) -> list[TrainingRun]:
-        """Run trainings; returns those that lacked memory while others may have run, which are to be started again by
-        themselves. If one raises, or a stop is requested, all end."""
-        waiting, free, again = deque(runs), list(self.cuda_devices), list[TrainingRun]()
-        running: dict[TrainingRun, tuple[Process, list[str]]] = {}
+    def _each(self, jobs: Sequence[Job], at_once: int) -> Iterator[tuple[Job, ProcessResult]]:
+        """Run jobs, so many at once, and yield each with how it ended. If a stop is requested, or anything raises, all
+        end."""
+        waiting, free = deque(jobs), list(self.cuda_devices)
+        running: dict[Job, tuple[Process, list[str]]] = {}
         progress_due = time.monotonic() + _PROGRESS_SECONDS
 
         def fits(ranks: int) -> bool:
-            return not running or (len(running) < jobs and (not self.cuda_devices or len(free) >= ranks))
+            return not running or (len(running) < at_once and (not self.cuda_devices or len(free) >= ranks))
 
         try:
             while waiting or running:
                 while waiting and fits(ranks := waiting[0].variant.ranks or 1):
-                    run, devices = waiting.popleft(), free[:ranks]
+                    job, devices = waiting.popleft(), free[:ranks]
                     del free[:ranks]
-                    running[run] = self._start_training(run, devices), devices
-                for run, (process, devices) in list(running.items()):
-                    ended = self._poll(process)
-                    if ended is None:
-                        continue
-                    del running[run]
-                    free += devices
-                    if ended.lacked_memory and jobs > 1:
-                        self.say(f"{run}: lacked memory; starting it once more by itself at the end")
-                        again.append(run)
-                    else:
-                        self._training_done(run, ended)
+                    self.folder.note_code()
+                    log = self.folder.log_file(job.path)
+                    self.say(f"{job.what}: started (log: {log})")
+                    running[job] = self.start(job, log=log, devices=devices), devices
+                for job, (process, devices) in list(running.items()):
+                    ended = process.finished()
+                    # If it has ended, it may be by the same signal.
+                    if self.stop:
+                        raise KeyboardInterrupt
+                    if ended is not None:
+                        del running[job]
+                        free += devices
+                        yield job, ended
                 if time.monotonic() >= progress_due:
                     progress_due = time.monotonic() + _PROGRESS_SECONDS
-                    for run in running:
-                        self.say(f"{run}: {progress_of(RunFolder(run.folder))}")
+                    for job in running:
+                        if job.verb == "train":
+                            self.say(f"{job.what}: {progress_of(RunFolder(job.path))}")
                 time.sleep(_POLLING_SECONDS)
-        except BaseException:
+        finally:
             Process.stop(process for process, _ in running.values())
-            raise
-        return again
 
-    def _start_training(self, run: TrainingRun, devices: Sequence[str]) -> Process:
-        folder = text_override("run_dir", str(run.folder))
-        own = (f"seed={run.seed}", folder, "runtime.progress=plain")
-        return self._start(str(run), "train", run.variant, own, run.folder, devices)
+    def _report(self, what: str, ended: ProcessResult) -> None:
+        """Say how a process ended."""
+        self.folder.save_seconds()
+        if ended.status == 0:
+            missing, total = self.missing(), self.total()
+            done = total - sum(missing.values())
+            self.say(f"{what}: {ended.seconds:.0f} s  ({done} of {total}, {self._left(missing)})")
+        elif ended.refused:
+            self.say(f"{what}: cannot run: {ended.reason()}")
+        else:
+            self.say(f"{what}: failed with status {ended.status}: {ended.reason()} (full log: {ended.log})")
 
-    def _training_done(self, run: TrainingRun, finished: ProcessResult) -> None:
-        if finished.status != 0:
-            # One that is refused leaves no folder.
-            write_json(output_file(run.folder / FAILED), {"reason": finished.reason()})
-        self._training_seconds.append(finished.seconds)
-        self._report(str(run), finished)
-
-    def _start(
-        self, what: str, verb: str, variant: Variant, arguments: Sequence[str], made: Path, devices: Sequence[str] = ()
-    ) -> Process:
-        log = self.folder.log_file(made)
-        self.folder.note_code()
-        self.say(f"{what}: started (log: {log})")
-        return self.process(verb, variant, arguments, log=log, devices=devices)
-
-    def process(
-        self, verb: str, variant: Variant, more: Sequence[str], *, log: Path, devices: Sequence[str] = ()
-    ) -> Process:
-        """Start a verb with a variant's code, ranks and overrides; the last of those of one key stays."""
-        return Process(
-            verb,
-            [*self.flags, *merged(self.typed, variant.overrides, more)],
-            ranks=variant.ranks or 1,
-            log=log,
-            tree=None if variant.tree is None else tree_path(variant.tree),
-            devices=devices,
-        )
+    def _left(self, missing: Mapping[str, int]) -> str:
+        """The remaining time in words; how long a training takes is not known before one has ended."""
+        runs = missing["training"]
+        each, run = (sum(s) / max(len(s), 1) for s in (self._measurement_seconds, self._training_seconds))
+        seconds = (sum(missing.values()) - runs) * each + runs * run / self.settings.jobs
+        unknown = runs > 0 and not self._training_seconds
+        return f"about {duration(seconds)} left{' before the training' if unknown else ''}"

@@ -24,8 +24,8 @@ from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.errors import UserError, did_you_mean, refuse
 from pycls_fast.files import user_path
-from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.report.effects import LOOKS
+from pycls_fast.ledger.report.record import Status
 
 # Longest name in a path, in characters; file systems allow about 250.
 _LONGEST = 60
@@ -118,23 +118,18 @@ def plan(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> lis
     return made
 
 
-def check_reference(variant: Variant, why: str) -> None:
-    """Raise a `UserError` if a variant that does not run is the reference of all others."""
-    if variant.against is None:
-        raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
-
-
 class Selection:
-    """The variants of a ladder, which change as it becomes known what cannot run on this machine or with this model
-    (`impossible`), and whose process failed (`failed`), both with the reason by name.
+    """The variants of a ladder, which change as it becomes known what does not run.
+
+    Attributes:
+        out: by name, whether it "cannot run" on this machine or with this model or its process "failed", and why.
 
     Raises:
         UserError: a baseline that is not for this device.
     """
 
     def __init__(self, ladder: Ladder, mode: Mode, device: str) -> None:
-        self.impossible: dict[str, str] = {}
-        self.failed: dict[str, str] = {}
+        self.out: dict[str, tuple[Status, str]] = {}
         self._ladder, self._mode = ladder, mode
         # Those that later variants do not include.
         self._excluded: set[str] = set()
@@ -145,42 +140,32 @@ class Selection:
         return plan(self._ladder, self._mode, impossible=self._excluded)
 
     def runnable(self) -> list[Variant]:
-        return [variant for variant in self.variants() if self.why_not(variant) is None]
-
-    def why_not(self, variant: Variant) -> str | None:
-        return self.impossible.get(variant.name) or self.failed.get(variant.name)
+        return [variant for variant in self.variants() if variant.name not in self.out]
 
     def in_order(self) -> Iterator[Variant]:
         """Those that are not known to fail, recomputed after each one: leaving one out changes those after it."""
         for position in range(1 + len(self._ladder.variants)):
             variant = self.variants()[position]
-            if self.why_not(variant) is None:
+            if variant.name not in self.out:
                 yield variant
 
-    def rule_out(self, refusal: Callable[[Variant], str | None]) -> dict[str, str]:
-        """Leave out, in the ladder's order, the variants for which `refusal` gives a reason; returns these by name.
-
-        Raises:
-            UserError: the reference is refused.
-        """
-        refused: dict[str, str] = {}
+    def rule_out(self, refusal: Callable[[Variant], str | None]) -> None:
+        """Leave out, in the ladder's order, the variants for which `refusal` gives a reason; raises as `leave_out`."""
         for variant in self.in_order():
             why = refusal(variant)
             if why is not None:
-                check_reference(variant, why)
-                refused[variant.name] = self.impossible[variant.name] = why
-                self._excluded.add(variant.name)
-        return refused
+                self.leave_out(variant, "cannot run", why)
 
-    def blame(self, variant: Variant, finished: ProcessResult, *, is_first: bool) -> None:
-        """Leave out a variant whose process failed; if it is its first one, others do not include its change.
+    def leave_out(self, variant: Variant, status: Status, why: str, *, below: bool = False) -> None:
+        """Leave a variant out; with `below`, later ones still include its change, as their timings do already.
 
         Raises:
             UserError: it is the reference.
         """
-        check_reference(variant, f"{finished.reason()} (full log: {finished.log})")
-        (self.impossible if finished.refused else self.failed)[variant.name] = finished.reason()
-        if is_first:
+        if variant.against is None:
+            raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
+        self.out[variant.name] = status, why
+        if not below:
             self._excluded.add(variant.name)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pycls_fast import build
-from pycls_fast.config.keys import as_typed
+from pycls_fast.config.keys import as_typed, text_override
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import MISTAKE, OUT_OF_MEMORY
 from pycls_fast.strategies import Parallel
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 # From SIGTERM to SIGKILL.
 _SAVING_SECONDS = 30.0
 # Where this process imports the package from.
-_OURS = Path(__file__).parents[3]
+OURS = Path(__file__).parents[3]
 
 FAILED = "failed.json"
 """Why a training failed, in its folder: a result, which is not tried again."""
@@ -84,7 +84,7 @@ class Process:
 
     Args:
         log: the file for its output.
-        tree: the checkout whose package it imports; None for the one that this process imports.
+        tree: the checkout whose package it imports, by default that of this process.
         devices: the CUDA devices that it sees, as in `CUDA_VISIBLE_DEVICES`; empty for those that this process sees.
     """
 
@@ -95,7 +95,7 @@ class Process:
         *,
         ranks: int,
         log: Path,
-        tree: Path | None = None,
+        tree: Path = OURS,
         devices: Sequence[str] = (),
     ) -> None:
         launcher = [sys.executable, "-u"]
@@ -109,7 +109,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(ranks, devices) | _imports(_OURS if tree is None else tree),
+                env=_environment(ranks, devices, tree),
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
@@ -159,21 +159,18 @@ def visible_devices(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)) if given is None else given.split(",")[:count])
 
 
-def _environment(ranks: int, devices: Sequence[str] = ()) -> dict[str, str]:
+def _environment(ranks: int, devices: Sequence[str] = (), tree: Path = OURS) -> dict[str, str]:
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    made = {key: value for key, value in os.environ.items() if key not in ours}
     if devices:
-        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
-    share = max(build.cores() // ranks, 1)
-    return {"OMP_NUM_THREADS": str(share), **kept} if ranks > 1 else kept
-
-
-def _imports(tree: Path) -> dict[str, str]:
+        made["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if ranks > 1:
+        # A single rank uses all cores. For several, torchrun would set one thread each, however many cores there are.
+        made.setdefault("OMP_NUM_THREADS", str(max(build.cores() // ranks, 1)))
     # The user's own path stays: other packages may be found only through it. The current folder, which `-m` would put
     # first, may be another checkout.
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return {**made, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def _die_with_parent() -> None:
@@ -190,26 +187,28 @@ ONE_PROCESS = (
 )
 
 
-def timing_arguments(*, steps: int, warmup_steps: int, seconds: float, mode: str = "train") -> tuple[str, ...]:
-    """One turn of `pycls-fast time`. It refuses `weights`, which do not affect time."""
+def timing_arguments(
+    file: Path, *, steps: int, warmup_steps: int, seconds: float, mode: str = "train"
+) -> tuple[str, ...]:
+    """One turn of `pycls-fast time`, whose record is the file. It refuses `weights`, which do not affect time."""
     counts = (f"steps={steps}", f"warmup_steps={warmup_steps}", f"seconds={seconds:g}", "repeats=1")
-    return ("weights=null", f"mode={mode}", *counts)
+    return ("weights=null", f"mode={mode}", *counts, text_override("output", str(file)))
 
 
 @dataclass(frozen=True)
-class TrainingRun:
-    """A training run that waits for its turn."""
+class Job:
+    """A process that runs a verb with a variant and arguments of its `own`, and makes a file or a folder; `what` is it
+    in words."""
 
+    what: str
+    verb: str
     variant: Variant
-    seed: int
-    folder: Path
-
-    def __str__(self) -> str:
-        return f"{self.variant.name}: training, seed {self.seed}"
+    own: tuple[str, ...]
+    path: Path
 
     @property
     def is_done(self) -> bool:
-        return RunFolder(self.folder).finished or (self.folder / FAILED).is_file()
+        return self.path.is_file() or RunFolder(self.path).finished or (self.path / FAILED).is_file()
 
 
 def progress_of(folder: RunFolder) -> str:

@@ -58,14 +58,14 @@ def run_ladder(
     why_not = partial(refusal, compose=compose, device=torch.device(device))
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)
     # Before any timing: variants that are known to fail, even if only in training.
-    refused = ledger.selection.rule_out(why_not)
+    ledger.selection.rule_out(why_not)
     _divide_devices(ledger)
     ledger.conditions = conditions(config, device)
     if dry_run:
         place.check(ledger.plan())
         show_plan(ledger)
         return DONE
-    for name, why in refused.items():
+    for name, (_, why) in ledger.selection.out.items():
         display.note(f"{name}: cannot run: {why}")
     try:
         record = _work(ledger, config.config_name)

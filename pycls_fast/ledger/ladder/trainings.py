@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedFailure, SavedResult, read_measurement
@@ -27,7 +28,7 @@ from pycls_fast.ledger.ladder.plan import (
     find_factors,
     with_parents,
 )
-from pycls_fast.ledger.ladder.processes import FAILED, TrainingRun
+from pycls_fast.ledger.ladder.processes import FAILED, Job
 from pycls_fast.ledger.report.effects import (
     LOOKS,
     Fit,
@@ -72,7 +73,7 @@ class CrossedTrainings:
     names: Sequence[str]
     alike: Sequence[str]
     refused: Callable[[Variant], str | None]
-    train: Callable[[Sequence[TrainingRun]], None]
+    train: Callable[[Sequence[Job]], None]
     say: Callable[[str], None]
     factors: Factors = field(init=False)
 
@@ -88,10 +89,10 @@ class CrossedTrainings:
         s = self.settings
         return families(self.ladder, factors or self.factors, s.runs_at_most, s.first_seed)
 
-    def planned(self) -> list[TrainingRun]:
+    def planned(self) -> list[Job]:
         """All runs of the plan, the most that there may be."""
         runs = [run for pair in (*self._screening(), *_pairs(self.groups())) for run in self._runs(pair)]
-        return list({run.folder: run for run in runs}.values())
+        return list({run.path: run for run in runs}.values())
 
     def run(self) -> None:
         """Train until every variant has a verdict, or no look is left.
@@ -265,9 +266,13 @@ class CrossedTrainings:
         known = [found for found in fits if found is not None]
         return known if len(known) == len(fits) else None
 
-    def _runs(self, pair: PlannedPair) -> list[TrainingRun]:
-        variants = [combination(self.ladder, on) for on in pair.on]
-        return [TrainingRun(v, pair.seed, self.folder.run_dir(v, pair.seed)) for v in variants]
+    def _runs(self, pair: PlannedPair) -> list[Job]:
+        made = []
+        for variant in (combination(self.ladder, on) for on in pair.on):
+            folder = self.folder.run_dir(variant, pair.seed)
+            own = (f"seed={pair.seed}", text_override("run_dir", str(folder)), "runtime.progress=plain")
+            made.append(Job(f"{variant.name}: training, seed {pair.seed}", "train", variant, own, folder))
+        return made
 
     def _results(self, planned: Sequence[PlannedPair]) -> list[Pair]:
         """The results of those pairs both of whose trainings have ended, and not failed."""
@@ -288,7 +293,7 @@ class CrossedTrainings:
 
     def _predictions(self, planned: PlannedPair) -> list[Predictions] | None:
         """Those of both trainings; None if one of them failed."""
-        folders = [RunFolder(run.folder) for run in self._runs(planned)]
+        folders = [RunFolder(run.path) for run in self._runs(planned)]
         if not all(folder.finished for folder in folders):
             return None
         return [Predictions.load(folder.predictions) for folder in folders]
@@ -298,8 +303,8 @@ class CrossedTrainings:
         made: dict[Path, TrainedRun] = {}
         for pair in pairs:
             for run, on in zip(self._runs(pair), pair.on, strict=True):
-                if run.is_done and run.folder not in made:
-                    made[run.folder] = _trained(run, on)
+                if run.is_done and run.path not in made:
+                    made[run.path] = _trained(run.path, pair.seed, on)
         return list(made.values())
 
     def _seconds(self) -> float:
@@ -311,10 +316,10 @@ def _pairs(groups: Iterable[Sequence[Family]]) -> list[PlannedPair]:
     return [pair for group in groups for family in group for pair in family.pairs]
 
 
-def _trained(run: TrainingRun, on: Sequence[str]) -> TrainedRun:
-    if not RunFolder(run.folder).finished:
-        return TrainedRun(seed=run.seed, on=list(on), failed=read_measurement(run.folder / FAILED, SavedFailure).reason)
-    ended = read_measurement(run.folder / "summary.json", SavedResult)
+def _trained(folder: Path, seed: int, on: Sequence[str]) -> TrainedRun:
+    if not RunFolder(folder).finished:
+        return TrainedRun(seed=seed, on=list(on), failed=read_measurement(folder / FAILED, SavedFailure).reason)
+    ended = read_measurement(folder / "summary.json", SavedResult)
     top1, count = ended.final.top1, ended.final.count
     correct, seconds = round(top1 * count / 100), ended.wall_seconds
-    return TrainedRun(seed=run.seed, on=list(on), top1=top1, correct=correct, count=count, seconds=seconds)
+    return TrainedRun(seed=seed, on=list(on), top1=top1, correct=correct, count=count, seconds=seconds)

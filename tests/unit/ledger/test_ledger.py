@@ -17,7 +17,7 @@ from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import plan
-from pycls_fast.ledger.ladder.processes import ProcessResult
+from pycls_fast.ledger.ladder.processes import OURS, ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.report.record import read_record
 from tests.factories import config_of
@@ -78,7 +78,7 @@ def test_there_is_a_page_after_the_timings(
 def test_a_variant_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeProcess]) -> None:
     fake.broken = {f"timings-{slug_of('B')}-round_1": (1, "RuntimeError: broken")}
     ledger = start(tmp_path, rounds=3)
-    assert ledger.selection.failed == {"B": "RuntimeError: broken"}
+    assert ledger.selection.out == {"B": ("failed", "RuntimeError: broken")}
     assert [variant.overrides for variant in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
     assert_each_measured_its_variant(ledger)
     # The rounds of the others stay: when it still fails, that is tried twice.
@@ -104,7 +104,7 @@ def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
 
     monkeypatch.setattr(fake, "finished", once)
     ledger = start(tmp_path, rounds=3)
-    assert (ledger.selection.failed, len(fake.started)) == ({}, 10)
+    assert (ledger.selection.out, len(fake.started)) == ({}, 10)
     assert (ledger.total(), sum(ledger.missing().values())) == (9, 0)
 
 
@@ -116,7 +116,7 @@ def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
         timed = given(ledger.folder.timing_file(variant, 0))
         assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
         assert weights in given(ledger.folder.file("numerics", variant))
-    assert weights in given(ledger.trainings.planned()[0].folder / "summary.json")
+    assert weights in given(ledger.trainings.planned()[0].path / "summary.json")
     assert weights in given(ledger.folder.file("gradients", ledger.selection.variants()[0]))
 
 
@@ -254,7 +254,7 @@ def test_a_variant_runs_the_code_of_its_checkout(
     state = {"commit": "0123456789abcdef", "changed": True}
     monkeypatch.setattr(collecting, "git_state", {tmp_path / "old": state}.get)
     assert work(tmp_path / "report", ladder, mode="crossed", rounds=1) == 0
-    assert fake.trees == [None, tmp_path / "old", None]
+    assert fake.trees == [OURS, tmp_path / "old", OURS]
     found = read_record(tmp_path / "report" / "ledger.json").variants[1]
     assert (found.tree, vars(found.git), found.note) == ("old", state, "the code in old (commit 0123456789, changed)")
     (tmp_path / "old" / "pycls_fast" / "__init__.py").write_text("# changed")

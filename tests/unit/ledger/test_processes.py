@@ -24,9 +24,9 @@ from pycls_fast.ledger.ladder import ledger as at_work
 from pycls_fast.ledger.ladder import processes
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
+    Job,
     Process,
     ProcessResult,
-    TrainingRun,
     _environment,
     visible_devices,
 )
@@ -77,6 +77,9 @@ def test_what_a_process_ended_with(log: str, reason: str, tmp_path: Path) -> Non
     # One that the system killed could not say why.
     (tmp_path / "log").write_text("epoch 3.20 of 10  loss 1.2\n")
     assert ProcessResult(-9, 1.0, tmp_path / "log").reason() == "killed by signal 9 (SIGKILL; out of memory?)"
+    # A status of a mistake; another machine may have more.
+    (tmp_path / "log").write_text("error: the device is out of memory; lower data.global_batch_size\n")
+    assert not ProcessResult(2, 1.0, tmp_path / "log").refused
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,8 @@ class Scene:
         (self.folder / "logs").mkdir()
         self._ledger = ledger = made(self.folder, jobs=jobs)
         ledger.cuda_devices, ledger.say = devices, self.said.append
-        ledger.train([TrainingRun(Variant(name=name, ranks=n), 0, self.folder / name) for name, n in ranks.items()])
+        variants = [Variant(name=name, ranks=n) for name, n in ranks.items()]
+        ledger.train([Job(each.name, "train", each, (), self.folder / each.name) for each in variants])
         assert not self._ends
 
     def _wait(self, seconds: float) -> None:
@@ -284,6 +288,6 @@ def test_running_trainings_are_watched(scene: Scene, monkeypatch: pytest.MonkeyP
     (scene.folder / "b" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     scene.train({"a": 1, "b": 1, "c": 1}, [(name, 0, "") for name in "abc"], jobs=2)
     assert [line for line in scene.said if ": started" not in line][:2] == [
-        "a: training, seed 0: no step logged yet",
-        "b: training, seed 0: epoch 0.50, step 5, loss 1.2500",
+        "a: no step logged yet",
+        "b: epoch 0.50, step 5, loss 1.2500",
     ]

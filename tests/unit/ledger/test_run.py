@@ -14,7 +14,6 @@ from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.estimate import estimate
 from pycls_fast.ledger.ladder.folder import SavedTiming
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.processes import ProcessResult
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state
 from pycls_fast.train.folder import write_json
@@ -95,11 +94,11 @@ def test_what_is_kept_of_the_rounds_of_a_variant(tmp_path: Path, fake: type[Fake
 def test_why_a_variant_was_not_measured(tmp_path: Path) -> None:
     variants = (Variant(name=name, overrides=(f"{name}=1",)) for name in ("large", "far", "odd", "broken"))
     ledger = made(tmp_path, ladder_of(*variants), device="cuda")
-    log = tmp_path / "log.txt"
-    log.write_text("error: data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it\n")
-    ledger.selection.blame(ledger.selection.variants()[1], ProcessResult(2, 1.0, log), is_first=True)
-    ledger.selection.impossible |= {"far": "precision: tf32 needs CUDA from Ampere on", "odd": "model: has no head"}
-    ledger.selection.failed["broken"] = "RuntimeError: boom"
+    ledger.selection.out |= {
+        "large": ("failed", "data.global_batch_size: 1 x NVIDIA H200 is out of memory with 64; raise it"),
+        "far": ("cannot run", "precision: tf32 needs CUDA from Ampere on"),
+        "odd": ("cannot run", "model: has no head"), "broken": ("failed", "RuntimeError: boom"),
+    }  # fmt: skip
 
     def states() -> list[str]:
         return [state(variant) for variant in collect(ledger, "vit").variants[1:]]
@@ -144,7 +143,7 @@ def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
         ledger.folder.timing_file(last, 1),
         ledger.folder.file("numerics", last),
         ledger.folder.file("gradients", first),
-        ledger.trainings.planned()[0].folder / "summary.json",
+        ledger.trainings.planned()[0].path / "summary.json",
     )
     for file in files:
         file.parent.mkdir(parents=True)

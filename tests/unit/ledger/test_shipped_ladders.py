@@ -40,7 +40,7 @@ def test_one_process_takes_nothing_of_the_strategies(file: Path, tmp_path: Path,
         with ledger.folder.opened(ledger.plan()):
             run(ledger)
         measured = [each for each in fake.started if each[0].startswith("ledger ")]
-        assert len(measured) == len(ledger.with_rounding()) + 1
+        assert len(measured) == len(ledger.measurements()["rounding"]) + 1
         for arguments in measured:
             own = ("steps=", "output=")
             # Without the verb and `--config-name`.
@@ -55,9 +55,9 @@ def test_what_is_left_of_a_ladder_on_a_cpu_runs_there(file: Path, tmp_path: Path
     """What a dry run lists and counts; it starts none of the variants."""
     cpu = torch.device("cpu")
     ledger = shipped(file, "crossed", "cpu", tmp_path)
-    before = set(ledger.selection.impossible)
+    before = set(ledger.selection.out)
     ledger.selection.rule_out(lambda variant: refusal(variant, lambda overrides: config_of(*overrides), cpu))
-    assert set(ledger.selection.impossible) - before == REFUSED.get(file.stem, set())
+    assert set(ledger.selection.out) - before == REFUSED.get(file.stem, set())
     for variant in ledger.selection.runnable():
         config = config_of(*variant.overrides)
         switches = build.switches(config, cpu)
