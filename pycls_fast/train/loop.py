@@ -118,10 +118,8 @@ class Loop:
         try:
             self._begin()
             with closing(self._microbatches()) as microbatches, closing(self.profile):
+                batches = self._draw_first(microbatches) if run.start_step < run.total_steps else microbatches
                 self.clock.start()
-                batches: Iterator[Batch] = microbatches
-                if run.start_step == 0 < run.total_steps and run.world.is_main:
-                    batches = self._draw_first(microbatches)
                 for step in range(run.start_step, run.total_steps):
                     self._train_step(step, batches)
                     self._do_what_is_due(step + 1)
@@ -171,15 +169,12 @@ class Loop:
         yield from to_device(loader, run.world.device, mode=switches.input_copy)
 
     def _draw_first(self, microbatches: Iterator[Batch]) -> Iterator[Batch]:
-        """Draw the first microbatch, in time that the clock does not count; returns all of them, the first one
-        included."""
-        asked = time.perf_counter()
-        self.run.world.at("waiting for the data of step 1")
+        """Draw the run's first microbatch; returns all of them. The clock does not count the start of the loader."""
+        run = self.run
+        run.world.at(f"waiting for the data of step {run.start_step + 1}")
         first = next(microbatches)
-        loaded = time.perf_counter()
-        draw_batch(self.run, first)
-        self.clock.waited += loaded - asked
-        self.clock.started += time.perf_counter() - loaded
+        if run.start_step == 0 and run.world.is_main:
+            draw_batch(run, first)
         return chain([first], microbatches)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:

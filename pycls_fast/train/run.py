@@ -14,7 +14,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import refusing
-from pycls_fast.files import STATE
+from pycls_fast.files import STATE, step_of
 from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.optimizers import HostOptimizer
@@ -58,6 +58,8 @@ class Run:
     total_steps: int
     start_step: int = 0
     saved_step: int | None = None
+    # How long training waited for that save: for a copy of the state, or until it was written.
+    blocked_seconds: float = 0.0
     # Wall time of earlier processes of this run.
     seconds_before: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -157,22 +159,19 @@ class Run:
             "seconds": self.seconds(),
             "world_size": self.world.size,
         }
+        begun = time.monotonic()
         self.saver.save(state, step)
-        self.saved_step = step
+        self.saved_step, self.blocked_seconds = step, time.monotonic() - begun
 
     def finish_saving(self) -> bool:
         """Wait for the checkpoint that is being written and record it; returns whether there was one. A `UserError` on
         all ranks if it could not be written."""
-        saved = self.saver.finish()
-        if saved is not None and self.world.is_main:
-            self.add_record(
-                "checkpoint",
-                saved.step,
-                path=str(saved.path.relative_to(self.folder.path)),
-                blocked_seconds=round(saved.blocked_seconds, 4),
-                seconds=round(saved.seconds, 4),
-            )
-        return saved is not None
+        path = self.saver.finish()
+        if path is not None and self.world.is_main:
+            blocked = round(self.blocked_seconds, 4)
+            place = str(path.relative_to(self.folder.path))
+            self.add_record("checkpoint", step_of(path), path=place, blocked_seconds=blocked)
+        return path is not None
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

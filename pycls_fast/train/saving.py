@@ -10,11 +10,9 @@ import json
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,17 +155,6 @@ def _free_name(path: Path) -> Path:
     return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
-@dataclass(frozen=True)
-class CheckpointSave:
-    """A checkpoint that has been written."""
-
-    step: int
-    path: Path
-    blocked_seconds: float
-    """How long training was blocked: for the copy, or for the whole save when it is not asynchronous."""
-    seconds: float
-
-
 class Saver:
     """Writes checkpoints of a run, one at a time; all ranks call the same methods in the same order.
 
@@ -182,7 +169,7 @@ class Saver:
         self._world = dataclasses.replace(world, host_group=world.saving_group)
         self._keep = keep
         self._asynchronous = asynchronous
-        self._saving: Future[CheckpointSave] | None = None
+        self._saving: Future[Path] | None = None
 
     @property
     def idle(self) -> bool:
@@ -196,22 +183,20 @@ class Saver:
     def save(self, state: State, step: int) -> None:
         """Start writing; `finish` must have been called for the previous save."""
         assert self._saving is None
-        started = time.monotonic()
         found, plain = split(state)
         # All ranks of a stage have the same tensors.
         ranks = self._world.stage_size
         share = own_share(found, self._world.rank % ranks, ranks)
         self._saving = Future()
         if not self._asynchronous:
-            self._write(self._saving, share, plain, step, started)
+            self._write(self._saving, share, plain, step)
             return
-        share = self._copy(share)
-        arguments = (self._saving, share, plain, step, started, time.monotonic() - started)
+        arguments = (self._saving, self._copy(share), plain, step)
         # A daemon: a process that has lost the other ranks must not wait for them when it exits.
         threading.Thread(target=self._write, args=arguments, daemon=True, name="saving").start()
 
-    def finish(self) -> CheckpointSave | None:
-        """Wait for the save in progress, if any; a `UserError` on all ranks if it could not be written."""
+    def finish(self) -> Path | None:
+        """Wait for the save in progress, if any: its path. A `UserError` on all ranks if it could not be written."""
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
 
@@ -234,21 +219,10 @@ class Saver:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(
-        self,
-        saving: Future[CheckpointSave],
-        share: Tensors,
-        plain: State,
-        step: int,
-        started: float,
-        blocked: float | None = None,
-    ) -> None:
+    def _write(self, saving: Future[Path], share: Tensors, plain: State, step: int) -> None:
         try:
             if self._world.device.type == "cuda":
                 torch.cuda.set_device(self._world.device)
-            path = write(share, plain, self._folder, step, keep=self._keep, world=self._world)
+            saving.set_result(write(share, plain, self._folder, step, keep=self._keep, world=self._world))
         except BaseException as error:  # noqa: BLE001  # raised by `finish`, in the main thread
             saving.set_exception(error)
-            return
-        seconds = time.monotonic() - started
-        saving.set_result(CheckpointSave(step, path, seconds if blocked is None else blocked, seconds))

@@ -209,4 +209,4 @@ def test_a_copy_is_saved_whatever_training_does_meanwhile(tmp_path: Path, monkey
     with saver:
         saver.save(saved, 5)
         done = saver.finish()
-    assert torch.equal(load_checkpoint(done.path)["model"]["blocks.0.weight"], before)
+    assert torch.equal(load_checkpoint(done)["model"]["blocks.0.weight"], before)
