@@ -27,7 +27,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.weights import Origin, open_weights
+from pycls_fast.train.weights import Weights, open_weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""
@@ -124,7 +124,7 @@ def load(
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, _PRECISIONS)
     weights = open_weights(run, kind=which)
-    (saved_config, classes), path = weights.require_model(), weights.origin.path
+    (saved_config, classes), path = weights.require_model(), weights.path
     config = _config(saved_config, str(path), device, precision, "fast" if fast else "reference")
     with build.world(config) as world:
         switches = build.switches(config, world.device)
@@ -140,9 +140,7 @@ def load(
         network = place_model(network, world, memory_format=switches.memory_format)
         build.apply_precision(config, network, world.device)
     several = bool(saved_config["data"].get("label_separator"))
-    return Classifier(
-        network.eval().requires_grad_(False), classes, config, weights.origin, world, switches, several=several
-    )
+    return Classifier(network.eval().requires_grad_(False), classes, config, weights, world, switches, several=several)
 
 
 def _config(saved: Mapping[str, Any], where: str, device: str, precision: str, preset: str) -> RunConfig:
@@ -185,7 +183,7 @@ class Classifier:
     network: Network
     classes: tuple[str, ...]
     config: RunConfig
-    origin: Origin
+    weights: Weights
     world: World
     switches: Speed
     several: bool
@@ -245,7 +243,7 @@ class Classifier:
             scores_BK = self.scores(batch, tta).double()
             if not torch.isfinite(scores_BK).all():
                 raise UserError(
-                    f"weights: {self.origin.path} gives scores that are not finite; if they are with precision=fp32 "
+                    f"weights: {self.weights.path} gives scores that are not finite; if they are with precision=fp32 "
                     "too, the run diverged"
                 )
             yield from self._guesses(source, batch, scores_BK, topk)

@@ -81,7 +81,7 @@ def export(
     if kind == "onnx" and (overwrite or not script.exists()):
         shutil.copyfile(_SCRIPT, script)
     count = sum(math.prod(spec.shape) for spec in weights.specs.values())
-    print(weights.origin)
+    print(weights)
     print(f"{path}: {len(weights.specs)} tensors, {human(count)} numbers, {human(size, 'B')}{agreement}")
     if kind == "timm":
         print(f"open it with timm.create_model('local-dir:{path}', pretrained=True)")
@@ -91,7 +91,7 @@ def export(
 def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, images: Sequence[str], path: Path) -> str:
     """Export the network itself, with explicit attention: operations that every reader of the file supports. Returns
     how well the file agrees with it."""
-    classifier = load(source, which=weights.origin.kind, device="cpu", fast=False)
+    classifier = load(source, which=weights.kind, device="cpu", fast=False)
     network = classifier.network
     size = sum(4 * parameter.numel() for parameter in network.parameters())
     if kind == "onnx" and size >= _ONNX_LIMIT:
@@ -141,11 +141,11 @@ def model_card(weights: Weights) -> str:
     """Markdown: where the weights come from, their scores in their run's own evaluation, classes and preprocessing."""
     assert weights.config is not None
     assert weights.classes is not None
-    origin, source = weights.origin, str(weights.config.get("weights"))
+    source = str(weights.config.get("weights"))
     # A path is of no use to others.
     tuned = f", fine-tuned from `{source}`" if source.startswith(("timm:", "torchvision:", "hf:")) else ""
-    average = "the moving average of the weights" if origin.kind == "ema" else "the weights"
-    text = f"{_HEADER}\nTrained by pycls_fast{tuned}: {average}, after step {origin.step}.\n"
+    average = "the moving average of the weights" if weights.kind == "ema" else "the weights"
+    text = f"{_HEADER}\nTrained by pycls_fast{tuned}: {average}, after step {weights.step}.\n"
     measured = _measured(weights)
     if measured:
         text += "\n| measured in training | |\n|---|---|\n"
@@ -160,7 +160,7 @@ def model_card(weights: Weights) -> str:
 
 def _measured(weights: Weights) -> Mapping[str, Any]:
     """The evaluation of these weights, if they lie in their run's folder."""
-    path, asked = Path(weights.origin.path), (weights.origin.step, weights.origin.kind, "val")
+    path, asked = Path(weights.path), (weights.step, weights.kind, "val")
     if path.is_dir() or path.name == f"{BEST}.safetensors":
         run = path.parents[1] if path.is_dir() else path.parent
         for record in RunFolder(run).records("eval"):

@@ -118,8 +118,8 @@ def _write_json(
     stream: TextIO, classifier: Classifier, found: Sequence[Prediction], unreadable: Sequence[tuple[str, str]]
 ) -> None:
     values = {
-        "weights": str(classifier.origin.path),
-        "step": classifier.origin.step,
+        "weights": str(classifier.weights.path),
+        "step": classifier.weights.step,
         "preprocessing": classifier.preprocessing,
         "images": [
             {
@@ -166,7 +166,7 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
         sure = ", ".join(percent(guess.probability) for guess in first)
         rows.append({"image": name, "class": _names(first), "%": sure, "then": more})
     console = wide_console(stream)
-    console.print(str(classifier.origin), markup=False, soft_wrap=True)
+    console.print(str(classifier.weights), markup=False, soft_wrap=True)
     console.print(plain_table(rows, right=("%",)))
 
 

@@ -33,7 +33,7 @@ from pycls_fast.train.distill import build_distillation
 from pycls_fast.train.evaluate import DamagedImages
 from pycls_fast.train.folder import output_file
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
-from pycls_fast.train.load_weights import load_weights
+from pycls_fast.train.load_weights import load_weights, trained_size
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.resolving import after_data, before_data
 from pycls_fast.train.run import Parts
@@ -110,7 +110,7 @@ def _load_initial(
 ) -> bool:
     """Load what `weights` names, and report what was done to make it fit; returns whether the head is new."""
     assert config.weights is not None
-    origin = load_weights(
+    weights, fitted = load_weights(
         network,
         config.weights,
         classes=classes,
@@ -120,13 +120,14 @@ def _load_initial(
         world=world,
         into=into,
     )
-    display.table("weights", origin.fitted.table())
-    if origin.image_size is not None and origin.image_size != config.data.image_size:
+    display.table("weights", fitted.table())
+    size = trained_size(weights)
+    if size is not None and size != config.data.image_size:
         display.note(
-            f"data.image_size: {config.data.image_size} px here, but the weights are for {origin.image_size} px; "
-            f"data.image_size={as_typed(origin.image_size.typed)} keeps that size"
+            f"data.image_size: {config.data.image_size} px here, but the weights are for {size} px; "
+            f"data.image_size={as_typed(size.typed)} keeps that size"
         )
-    return f"{network.head_name}.weight" in origin.fitted.fresh
+    return f"{network.head_name}.weight" in fitted.fresh
 
 
 def _check_head(config: RunConfig, network: Network, world: World) -> None:

@@ -76,7 +76,7 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
     mean, std = its_own or (config.data.mean, config.data.std)
     # No rank has only a part of it.
     its_config = validate_saved(values | {"parallel": {"name": "single"}}, settings.teacher)
-    teacher, _ = load_network(its_config, data, world, switches, for_training=False)
+    teacher, _, _ = load_network(its_config, data, world, switches, for_training=False)
     like = next(teacher.parameters())
     channels = [config.data.mean, config.data.std, mean, std]
     own_mean, own_std, its_mean, its_std = torch.tensor(channels, device=world.device)[:, :, None, None]

@@ -6,7 +6,7 @@ Settings that tensors do not reveal (same names and shapes, different function) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,22 +25,13 @@ from pycls_fast.optim.weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.weights import Origin, Weights, open_source
+from pycls_fast.train.weights import Weights, open_source
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
 _SMALL = 0.01
 _TIMM_SIZES = ("num_classes", "in_chans", "img_size")
 _OF_ANOTHER = "weights: {} belongs to another model; model=of_weights without model.KEY=VALUE builds it"
-
-
-@dataclass(frozen=True)
-class Loaded(Origin):
-    """Where the weights of a network came from, and what was done to make them fit."""
-
-    fitted: pretrained.Fitted
-    image_size: Size | None
-    """That of the images that they are for; None if the source does not say."""
 
 
 def load_weights(
@@ -54,8 +45,9 @@ def load_weights(
     new_head: Literal["zero", "small"] = "small",
     world: World = ALONE,
     into: OwnedWeights | None = None,
-) -> Loaded:
-    """Load weights into the network, the average (EMA) if there is one; all ranks call this.
+) -> tuple[Weights, pretrained.Fitted]:
+    """Load weights into the network, the average (EMA) if there is one; all ranks call this. Returns where they came
+    from, and what was done to make them fit.
 
     From our checkpoints and safetensors files that fit as they are, each rank reads only its part. Everything else is
     read completely by every rank, and adapted.
@@ -68,12 +60,11 @@ def load_weights(
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
     weights = open_source(source, world)
-    found, kind = weights.origin.path, weights.origin.kind
     # A repository's name says more than the place of its copy on this machine.
-    name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else found)
+    name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else weights.path)
     state = network.state_dict() if into is None else into.state_dict()
     same_classes = first_other_class(weights.classes, classes) is None
-    image_size = _image_size(weights)
+    image_size = trained_size(weights)
     # 9 x 4 patches have as many positions as 6 x 6.
     same_grid = not isinstance(network, VisionTransformer) or image_size in (None, network.image_size)
     if model is not None and weights.config is not None:
@@ -83,10 +74,10 @@ def load_weights(
     if same_classes and same_grid and _shapes(weights.specs) == _shapes(state):
         with torch.no_grad():
             weights.fill(state)
-        fitted = pretrained.Fitted(name, pretrained.OURS, kind, loaded=list(weights.specs))
+        fitted = pretrained.Fitted(name, pretrained.OURS, weights.kind, loaded=list(weights.specs))
     else:
         fitted = _read_to_fit(weights, name, network, classes, image_size, allow=allow, for_training=for_training)
-        kind = "ema" if "ema" in fitted.part else kind
+        weights = replace(weights, kind="ema") if "ema" in fitted.part else weights
         for key, tensor in fitted.tensors.items():
             assign(state[key], tensor)
         if for_training:
@@ -94,16 +85,17 @@ def load_weights(
     if into is not None:
         # `into.state_dict()` returned copies.
         into.load_state_dict(state)
-    return Loaded(found, kind, weights.origin.step, fitted, image_size)
+    return weights, fitted
 
 
 def load_network(
     config: RunConfig, data: Images, world: World, switches: Speed, *, for_training: bool
-) -> tuple[Network, Loaded]:
-    """The network with the weights that `weights` names, on its device and in the precision's format; their origin."""
+) -> tuple[Network, Weights, pretrained.Fitted]:
+    """The network with the weights that `weights` names, on its device and in the precision's format; and what
+    `load_weights` returns."""
     assert config.weights is not None
     network = build.model(config, build.num_classes(config, data), switches)
-    origin = load_weights(
+    weights, fitted = load_weights(
         network,
         config.weights,
         classes=data.classes,
@@ -114,7 +106,7 @@ def load_network(
     )
     network = place_model(network, world, memory_format=switches.memory_format)
     build.apply_precision(config, network, world.device)
-    return network, origin
+    return network, weights, fitted
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -138,11 +130,11 @@ def _initialise_head(
         assign(state[bias], torch.zeros(tuple(state[bias].shape)))
 
 
-def _image_size(weights: Weights) -> Size | None:
+def trained_size(weights: Weights) -> Size | None:
     """The size of the images that weights are for, if they say it."""
     if weights.config is not None:
         return Size.of(weights.config["data"]["image_size"])
-    about = _described(weights.origin.path)
+    about = _described(weights.path)
     return None if about is None else about.trained_size
 
 
@@ -165,7 +157,7 @@ def _read_to_fit(
     for_training: bool,
 ) -> pretrained.Fitted:
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out."""
-    found, before = weights.origin.path, weights.classes or ()
+    found, before = weights.path, weights.classes or ()
     place = first_other_class(weights.classes, classes)
     if place is not None and not for_training:
         raise UserError(
@@ -174,7 +166,7 @@ def _read_to_fit(
         )
     if Path(found).is_dir():
         tensors = weights.read()
-        read = pretrained.ReadWeights(name, pretrained.OURS, tensors, part=weights.origin.kind, plain=tensors)
+        read = pretrained.ReadWeights(name, pretrained.OURS, tensors, part=weights.kind, plain=tensors)
     else:
         read = replace(pretrained.read_weights(str(found)), source=name)
     if weights.config is not None and "classifier" in weights.config["model"]:

@@ -145,9 +145,9 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     weights = open_source(source, world)
     if weights.config is not None:
         return _of_config(weights.config)
-    if str(weights.origin.path).endswith(".npz"):
+    if str(weights.path).endswith(".npz"):
         return _JAX
-    about = pretrained.described(weights.origin.path, model=model, for_scoring=False)
+    about = pretrained.described(weights.path, model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 

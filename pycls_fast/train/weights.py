@@ -30,27 +30,17 @@ from pycls_fast.train.environment import versions
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where weights came from: the file or hub name, "model" or "ema", and the step at which they were saved (None if
-    the source does not say)."""
-
-    path: Path | str
-    kind: str
-    step: int | None
-
-    def __str__(self) -> str:
-        step = "" if self.step is None else f", step {self.step}"
-        return f"{self.path} ({self.kind} weights{step})"
-
-
-@dataclass(frozen=True)
 class Weights:
     """What a source says of its weights, and a function that fills tensors, or this rank's shards, by name.
 
-    Of a hub's weights, and of files that have to be read whole, only `origin` is known.
+    Of a hub's weights, and of files that have to be read whole, only `path` (the file or the hub's name) is known.
     """
 
-    origin: Origin
+    path: Path | str
+    kind: str = "model"
+    """"model" or "ema"."""
+    step: int | None = None
+    """At which they were saved."""
     specs: Mapping[str, Spec] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
     config: Mapping[str, Any] | None = None
@@ -61,11 +51,15 @@ class Weights:
     run: Predict | None = None
     """What computes the logits, of a file that holds no tensors but a program."""
 
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.path} ({self.kind} weights{step})"
+
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Their configuration and class names; a `UserError` if the file lacks one of them."""
         if self.config is None or self.classes is None:
             raise UserError(
-                f"weights: {self.origin.path} does not say which model and classes it belongs to; give a run folder, a "
+                f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
                 "checkpoint, or a file that pycls-fast export has written"
             )
         return self.config, self.classes
@@ -108,7 +102,7 @@ def open_source(source: str | Path, world: World = ALONE) -> Weights:
     """What a source says of its weights (see `find_weights`), without reading the tensors; all ranks call this."""
     found = find_weights(source)
     if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
-        return Weights(Origin(found, "model", None))
+        return Weights(found)
     return open_weights(found, world=world)
 
 
@@ -132,7 +126,9 @@ def open_weights(source: str | Path, *, kind: str = "auto", world: World = ALONE
         saved.read({f"{chosen}/{name}": tensor for name, tensor in tensors.items()})
 
     return Weights(
-        Origin(path, chosen, saved.plain["step"]),
+        path,
+        chosen,
+        saved.plain["step"],
         saved.part(chosen),
         tuple(saved.plain["classes"]),
         saved.plain["config"],
@@ -156,7 +152,7 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
                 local(tensor).copy_(part)
 
     weights = _of_header(path, about, specs=specs, fill=fill)
-    one_of("which", kind, ("auto", weights.origin.kind), more=f" for {path}")
+    one_of("which", kind, ("auto", weights.kind), more=f" for {path}")
     return weights
 
 
@@ -173,7 +169,9 @@ def _of_header(path: Path, texts: Mapping[str, str], **known: Any) -> Weights:
     classes, step = (_json_or_none(texts.get(key, "")) for key in ("classes", "step"))
     has_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     return Weights(
-        Origin(path, texts.get("weights", "model"), step if type(step) is int else None),
+        path,
+        texts.get("weights", "model"),
+        step if type(step) is int else None,
         classes=tuple(classes) if has_names else None,
         config=our_config(texts),
         **known,
@@ -252,8 +250,8 @@ def check_output(path: Path, kind: str, *, overwrite: bool) -> None:
 def about_weights(weights: Weights) -> dict[str, str]:
     """The file's metadata: strings as they are, all other values as JSON."""
     about: dict[str, Any] = {
-        "weights": weights.origin.kind,
-        "step": weights.origin.step,
+        "weights": weights.kind,
+        "step": weights.step,
         "classes": weights.classes,
         "versions": versions(),
         "format": "pt",

@@ -59,9 +59,9 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     path = user_path(output)
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
-        weights = open_weights(setup.weights.origin.path)
+        weights = open_weights(setup.weights.path)
         scored = scored_split(setup, split)
-        network, _ = setup.load(scored.source)
+        network = setup.load(scored.source)
         last, sets_LK = network.last_layer(), build.label_sets(setup.config, scored.source, torch.device("cpu"))
 
         def scores() -> tuple[Tensor, Tensor, float | None]:
@@ -146,19 +146,19 @@ def soup(
     path = user_path(output)
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
-        found = [open_weights(each, kind=which) for each in (setup.weights.origin.path, *others)]
+        found = [open_weights(each, kind=which) for each in (setup.weights.path, *others)]
         for each in found[1:]:
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
-                raise UserError(f"others: {each.origin.path} has other tensors or classes than {found[0].origin.path}")
+                raise UserError(f"others: {each.path} has other tensors or classes than {found[0].path}")
         scored = scored_split(setup, split)
         for each in found[1:] if method == "greedy" and scored.source.drawn else ():
             names = {each.train_names, found[0].train_names}
             if None not in names and len(names) > 1:
                 raise UserError(
-                    f"others: {each.origin.path} has another random split than {found[0].origin.path}: it was trained "
+                    f"others: {each.path} has another random split than {found[0].path}: it was trained "
                     f"on images of split={split}; use other images (data.root=FOLDER split=all) or method=uniform"
                 )
-        network, _ = setup.load(scored.source)
+        network = setup.load(scored.source)
 
         def top1(chosen: Sequence[Weights]) -> float:
             network.load_state_dict(mean_weights(chosen))
@@ -166,7 +166,7 @@ def soup(
             reached = result.top1
             if scored.source.label_sets is not None:
                 name, reached = "mAP", set_scores(result, scored.source)["map"] or 0.0
-            setup.display.note(f"{name} {reached:.2f}%: {' + '.join(str(each.origin.path) for each in chosen)}")
+            setup.display.note(f"{name} {reached:.2f}%: {' + '.join(str(each.path) for each in chosen)}")
             return reached
 
         kept = greedy(found, top1) if method == "greedy" else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.folder import output_file, write_json, write_text
-from pycls_fast.train.load_weights import Loaded, load_network
+from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
@@ -63,6 +63,7 @@ class Setup:
 
     Attributes:
         config: the user's, with the commit of `weights`, and with the weights' own preprocessing if that is used.
+        weights, fitted: where they come from, and what `load` has done to make them fit.
         preprocessing: the weights' own, if it is used.
     """
 
@@ -73,19 +74,21 @@ class Setup:
     switches: Speed
     display: Display
     damaged: DamagedImages
+    fitted: pretrained.Fitted = field(init=False)
 
-    def load(self, data: Images, *, for_training: bool = False) -> tuple[Network, Loaded]:
-        """The network with the weights for these images, and where the weights came from; only `for_training` may the
-        head be new. From here on every value of `config` is a number."""
+    def load(self, data: Images, *, for_training: bool = False) -> Network:
+        """The network with the weights for these images; only `for_training` may the head be new. From here on every
+        value of `config` is a number."""
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
         self.config = build.for_scoring(after_data(config, len(data), self.world, note=self.display.note))
-        origin, run, settings = self.weights.origin, self.weights.run, self.config.data
-        if run is None:
-            return load_network(self.config, data, self.world, self.switches, for_training=for_training)
-        fitted = pretrained.Fitted(str(origin.path), pretrained.OURS, origin.kind)
-        network = ExportedNetwork(run, settings.mean, settings.std)
-        return network, Loaded(origin.path, origin.kind, origin.step, fitted, settings.image_size)
+        if self.weights.run is not None:
+            self.fitted = pretrained.Fitted(str(self.weights.path), pretrained.OURS, self.weights.kind)
+            return ExportedNetwork(self.weights.run, self.config.data.mean, self.config.data.std)
+        network, self.weights, self.fitted = load_network(
+            self.config, data, self.world, self.switches, for_training=for_training
+        )
+        return network
 
     def scorer(self, network: nn.Module) -> Scorer:
         wrapped = ParallelModel(network, network, self.world.device)
@@ -102,23 +105,23 @@ class Setup:
         self.damaged.need_images(split, result.count)
         return result
 
-    def facts(self, origin: Loaded) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Where a record's numbers come from, for the record."""
         return {
-            "weights": origin.kind,
-            "checkpoint": str(origin.path),
-            "step": origin.step,
+            "weights": self.weights.kind,
+            "checkpoint": str(self.weights.path),
+            "step": self.weights.step,
             "config_name": self.config.config_name,
             "preprocessing": build.preprocessing(self.config),
             **provenance(self.world.device, self.world.size),
         }
 
-    def print_record(self, title: str, origin: Loaded, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def print_record(self, title: str, record: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Print where the weights came from and a table of the record; returns the rows of the table."""
         whose = "" if self.preprocessing is None else ", preprocessed as the weights say"
-        self.display.note(f"{origin}{whose}")
-        if origin.fitted.adapted or origin.fitted.left_out:
-            self.display.table("weights", origin.fitted.table())
+        self.display.note(f"{self.weights}{whose}")
+        if self.fitted.adapted or self.fitted.left_out:
+            self.display.table("weights", self.fitted.table())
         rows, known = [], record.get("intervals", {})
         for key, (name, text) in SCORES.items():
             if not says_nothing(record, key):
@@ -187,7 +190,7 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
         setup.display.note(note)
     source = sources[split]
     if weights.classes is not None:
-        source = match_classes(source, weights.classes, where="data.root", of=str(weights.origin.path))
+        source = match_classes(source, weights.classes, where="data.root", of=str(weights.path))
     return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
 
 
@@ -198,12 +201,12 @@ def _classes(setup: Setup) -> tuple[str, ...]:
     # Other projects' files do not name classes; 1,000 outputs are taken to be ImageNet-1k's, in its order.
     if setup.config.model.num_classes in (None, 1000):
         return imagenet_wnids()
-    raise UserError(f"weights: {setup.weights.origin.path} does not name its classes, which data.eval_set needs")
+    raise UserError(f"weights: {setup.weights.path} does not name its classes, which data.eval_set needs")
 
 
 def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | None:
     """A note if a random split is not the one that the weights were trained on; None if it is."""
-    config, found, saved = setup.config, setup.weights.origin.path, setup.weights.config
+    config, found, saved = setup.config, setup.weights.path, setup.weights.config
     root = None if saved is None else saved["data"].get("root")
     is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
     if split == "all" and is_own:
@@ -245,7 +248,7 @@ def score(
         index = output_file(f"{report}/index.html", world, key="report") if report is not None else None
         scored = scored_split(setup, split)
         source, split = scored.source, setup.config.data.eval_set or split
-        network, origin = setup.load(source)
+        network = setup.load(source)
         result = setup.evaluate(network, scored, split, tta=tta)
         if world.is_main:
             by_class = {} if setup.config.data.eval_set else _by_class(source, result)
@@ -257,10 +260,10 @@ def score(
                 "intervals": intervals(result, source, by_class),
                 "damaged": [list(item) for item in setup.damaged.reported.items()],
                 "tta": tta,
-                **_published(setup, split, origin.path, result.top1),
-                **setup.facts(origin),
+                **_published(setup, split, result.top1),
+                **setup.facts(),
             }
-            facts = setup.print_record(source.describe(), origin, record)
+            facts = setup.print_record(source.describe(), record)
             _show_worst(setup.display, by_class.get("classes", ()))
             if file is not None:
                 write_json(file, record)
@@ -269,18 +272,19 @@ def score(
             if index is not None:
                 classes = (by_class or _by_class(source, result))["classes"]
                 how = setup.config.data.conversion
-                title = f"{str(origin.path).removeprefix(f'{Path.cwd()}/')}: {split}"
+                title = f"{str(setup.weights.path).removeprefix(f'{Path.cwd()}/')}: {split}"
                 write_report(index, result, source, title, facts, classes=classes, convert=how)
         return DONE
 
 
-def _published(setup: Setup, split: str, path: Path | str, top1: float) -> dict[str, Any]:
+def _published(setup: Setup, split: str, top1: float) -> dict[str, Any]:
     """The published number of these weights and our difference from it, for the record.
 
     Empty if none is known, or if they were scored in another way: published numbers are for the original validation
     images. A file comes without preprocessing; its experiment's is the published one.
     """
-    about, experiment = setup.preprocessing, published.EXPERIMENTS.get(setup.config.config_name)
+    about, path = setup.preprocessing, setup.weights.path
+    experiment = published.EXPERIMENTS.get(setup.config.config_name)
     name = None if about is None else about.weights
     if about is None and experiment is not None and isinstance(path, Path) and experiment.weights == path.name:
         name = path.name
@@ -333,7 +337,7 @@ def score_neighbours(
         train = sources["train"]
         if train.label_sets is not None:
             raise UserError("data.label_separator: knn is for images that have one label each")
-        network, origin = setup.load(train, for_training=True)
+        network = setup.load(train, for_training=True)
         with enough_to_score(setup.config, world), setup.display:
             scorer = setup.scorer(network)
             found = {name: collect_features(scorer, network, sources[name], name) for name in ("train", split)}
@@ -349,11 +353,11 @@ def score_neighbours(
             "temperature": temperature,
             "train_images": len(labels_M),
             "features": memory_MD.shape[1],
-            **setup.facts(origin),
+            **setup.facts(),
         }
         title = f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}"
         if world.is_main:
-            setup.print_record(title, origin, record)
+            setup.print_record(title, record)
         if world.is_main and file is not None:
             write_json(file, record)
         return DONE

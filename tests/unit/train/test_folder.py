@@ -26,7 +26,7 @@ from pycls_fast.train.folder import RunFolder, output_file, write_json
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score, score_neighbours
-from pycls_fast.train.weights import Origin, Weights
+from pycls_fast.train.weights import Weights
 from tests.factories import TRAINED, config_of
 
 
@@ -220,7 +220,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(build, "sources", work)
     monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
-    monkeypatch.setattr(scoring, "open_source", lambda weights, world: Weights(Origin(tmp_path, "model", None)))
+    monkeypatch.setattr(scoring, "open_source", lambda weights, world: Weights(tmp_path))
     (tmp_path / "file").touch()
     config = config_of(f"weights={tmp_path}", "runtime.device=cpu")
     run = partial(TOOLS[tool], config)

@@ -45,8 +45,8 @@ def test_a_fresh_head_is_for_training_only(tmp_path: Path) -> None:
     torch.save({"model": to_timm_vit(theirs.state_dict(), norm="norm")}, tmp_path / "timm.pth")
     network = vit(2)
     before = network.head.weight.clone()
-    origin = load_weights(network, tmp_path / "timm.pth", classes=("a", "b"))
-    assert (origin.kind, origin.step) == ("model", None)
+    weights, _ = load_weights(network, tmp_path / "timm.pth", classes=("a", "b"))
+    assert (weights.kind, weights.step) == ("model", None)
     assert torch.equal(network.head.weight, before)
     assert torch.equal(network.positions.value, theirs.positions.value)
     with pytest.raises(UserError, match=r"leaves 2 tensors of the model without values \(head.weight: 2 classes, 3"):
@@ -61,19 +61,19 @@ def test_other_class_names_get_a_fresh_head(tmp_path: Path) -> None:
     file = tmp_path / "ours.safetensors"
     save_file(theirs.state_dict(), file, {"classes": '["cat", "dog"]', "step": "9"})
     network = vit(2)
-    origin = load_weights(network, file, classes=("cat", "dog"))
-    assert (origin.step, origin.path) == (9, file)
+    weights, _ = load_weights(network, file, classes=("cat", "dog"))
+    assert (weights.step, weights.path) == (9, file)
     assert torch.equal(network.head.weight, theirs.head.weight)
     network = vit(2)
     before = network.head.weight.clone()
-    origin = load_weights(network, file, classes=("cat", "fox"))
-    assert origin.fitted.fresh.keys() == {"head.weight", "head.bias"}
+    _, fitted = load_weights(network, file, classes=("cat", "fox"))
+    assert fitted.fresh.keys() == {"head.weight", "head.bias"}
     assert torch.equal(network.head.weight, before)
     with pytest.raises(UserError, match=r"on different classes than data\.root has: output 1 was dog and is fox"):
         load_weights(vit(2), file, classes=("cat", "fox"), for_training=False)
     # A folder of timm's form that was exported from a run.
     save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), file, {"classes": '["cat", "dog"]'})
-    fitted = load_weights(TimmNetwork(name="test_resnet", num_classes=2), file, classes=("cat", "fox")).fitted
+    _, fitted = load_weights(TimmNetwork(name="test_resnet", num_classes=2), file, classes=("cat", "fox"))
     assert fitted.fresh == dict.fromkeys(
         ("network.fc.weight", "network.fc.bias"), "2 classes, 2 different ones in the file"
     )
@@ -113,9 +113,8 @@ def test_the_names_of_timm_need_no_other_word(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
     save_file(timm.create_model("test_efficientnet").state_dict(), file)
     network = TimmNetwork(name="test_efficientnet", num_classes=2, image_size=64)
-    origin = load_weights(network, file, classes=AB)
-    assert origin.fitted is not None
-    assert origin.fitted.table()[0] == ("file", str(file))
+    _, fitted = load_weights(network, file, classes=AB)
+    assert fitted.table()[0] == ("file", str(file))
 
 
 AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")
@@ -161,7 +160,7 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
     network, other = of_kind(kind, {**theirs, **changed}, len(classes))
     section = other.model.model_dump(mode="json")
     if classes != AB and key.startswith("classifier"):
-        fitted = load_weights(network, file, classes=classes, model=section).fitted
+        _, fitted = load_weights(network, file, classes=classes, model=section)
         assert fitted.fresh.keys() == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
         assert torch.equal(network.get_parameter("norm.weight"), torch.ones(12))
     else:
@@ -220,9 +219,9 @@ def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytes
     kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (file.parent / "config.json").write_text(json.dumps(kept))
     ours = vit(3)
-    origin = load_weights(ours, "hf:me/cats", classes=("a", "b", "c"))
+    weights, fitted = load_weights(ours, "hf:me/cats", classes=("a", "b", "c"))
     # The place of the copy says less than the name.
-    assert (origin.path, origin.fitted.source) == (file, "hf:me/cats")
+    assert (weights.path, fitted.source) == (file, "hf:me/cats")
     assert torch.equal(ours.head.weight, theirs.head.weight)
     assert statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
     assert asked == {("me/cats", "None", "model.safetensors", "config.json")}
