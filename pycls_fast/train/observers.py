@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,10 +30,11 @@ class Observers:
     causes one warning, and is not called again.
     """
 
-    def __init__(self, *trackers: Tracker, callbacks: Sequence[Callback] = (), run: Run | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.status = FAULT
-        self.trackers = list(trackers)
-        self._callbacks, self._run = callbacks, run
+        self.trackers: list[Tracker] = []
+        self.callbacks: list[Callback] = []
+        self._run = run
         self._final: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -49,21 +49,27 @@ class Observers:
         with ExitStack() as stack:
             for tracker in self.trackers:
                 stack.callback(self._end, tracker)
-            for callback in self._callbacks:
+            for callback in self.callbacks:
                 stack.callback(callback.end, self._run, int(self.status))
 
-    def open(self, *trackers: Tracker) -> None:
-        """Continue each tracker's run of an earlier process, whose id is in the run folder, or begin a new one."""
+    def start(self) -> None:
+        """Start those that are configured; each tracker continues its run of an earlier process, whose id is in the
+        run folder, or begins a new one."""
         run = self._run
-        assert run is not None
         file = run.folder.path / "tracker.json"
-        for tracker in trackers:
+        # Each run has its own: they may remember something.
+        self.callbacks = [callback.model_copy(deep=True) for callback in run.config.callbacks]
+        trackers = [tracker.model_copy(deep=True) for tracker in run.config.trackers]
+        # Remote ones first: the others leave files in the folder of a run that does not start.
+        for tracker in sorted(trackers, key=lambda tracker: not tracker.remote):
             self.trackers.append(tracker)
             with self._guarded(tracker, starts=run.start_step == 0):
                 ids = dict(read_json(file)) if file.is_file() else {}
                 run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(tracker.name), run.start_step)
                 if run_id is not None:
                     run.folder.write_json(file.name, {**ids, tracker.name: run_id})
+        for callback in self.callbacks:
+            callback.start(run)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a `train` or `eval` record."""
@@ -75,7 +81,7 @@ class Observers:
         for tracker in list(self.trackers):
             with self._guarded(tracker):
                 tracker.add(record["step"], values)
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             (callback.step if record["kind"] == "train" else callback.evaluated)(self._run, record)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
@@ -91,8 +97,8 @@ class Observers:
     def _guarded(self, tracker: Tracker, *, starts: bool = False) -> Iterator[None]:
         """Turn what a remote tracker raises into a warning, or into a `UserError` if it is only about to start."""
         run = self._run
-        if not tracker.remote or run is None:
-            with writing((Path() if run is None else run.folder.path) / tracker.name):
+        if not tracker.remote:
+            with writing(run.folder.path / tracker.name):
                 yield
             return
         try:
@@ -115,15 +121,8 @@ def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
 def open_observers(run: Run) -> Iterator[Observers]:
     """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this. A
     `UserError` if a remote tracker cannot start the run; a resumed run continues without it."""
-    if any(tracker.remote for tracker in run.config.trackers):
-        run.world.at("starting the tracker")
-    # Each run has its own: they may remember something.
-    callbacks = [callback.model_copy(deep=True) for callback in run.config.callbacks] if run.world.is_main else []
+    run.world.at("starting trackers and callbacks")
     # Ends those that are open if a later one fails.
-    with Observers(callbacks=callbacks, run=run if run.world.is_main else None) as observers:
-        # Remote ones first: the others leave files in the folder of a run that does not start.
-        trackers = sorted(run.config.trackers, key=lambda tracker: not tracker.remote)
-        on_main(run.world, lambda: observers.open(*(tracker.model_copy(deep=True) for tracker in trackers)))
-        for callback in callbacks:
-            callback.start(run)
+    with Observers(run) as observers:
+        on_main(run.world, observers.start)
         yield observers

@@ -101,7 +101,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     if save:
         run.save(run.total_steps)
         run.finish_saving()
-    evaluations = Evaluations(run, Observers(), after_batch=lambda: None)
+    evaluations = Evaluations(run, Observers(run), after_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2 * evaluate):
         evaluations.evaluate(run.total_steps)

@@ -344,7 +344,7 @@ def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]
     """And at the end."""
     config = config_of("data.root=x", f"runtime.eval_every_epochs={every}")
     run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
-    evaluations = Evaluations(run, Observers(), lambda: None)
+    evaluations = Evaluations(run, Observers(run), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == steps
 
 
@@ -432,7 +432,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         epoch=float,
         seconds=lambda: 1.0,
     )
-    evaluations = Evaluations(run, Observers(), lambda: None)
+    evaluations = Evaluations(run, Observers(run), lambda: None)
     for step, (top1, loss) in enumerate([(10.0, 3.0), (30.0, 2.0), (30.0, 1.5), (20.0, 1.0), (30.0, 1.0)], start=1):
         save_checkpoint({"step": step}, folder.checkpoints, step, keep=2)
         folder.add_record("eval", step, step, split="val", weights="model", count=9, top1=top1, loss=loss)

@@ -19,6 +19,7 @@ import pytest
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.observers import TensorBoard
 from pycls_fast.train import train
+from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.observers import Observers, open_observers
 from tests.factories import config_of
@@ -230,13 +231,15 @@ class Noted(TensorBoard, name="noted"):
         (RuntimeError("a rank is lost"), FAULT),
     ],
 )
-def test_all_trackers_hear_how_a_run_ended(error: BaseException | None, status: int) -> None:
+def test_all_trackers_hear_how_a_run_ended(error: BaseException | None, status: int, tmp_path: Path) -> None:
     class Full(Noted, name="full"):
         def end(self, status: int, final: Mapping[str, float]) -> None:
             raise UserError("run_dir: no space left")
 
-    trackers = Noted(), Noted()
-    with suppress(UserError, KeyboardInterrupt, RuntimeError), Observers(trackers[0], Full(), trackers[1]) as observers:
+    run_of_rank: Any = SimpleNamespace(folder=RunFolder(tmp_path))
+    observers, trackers = Observers(run_of_rank), (Noted(), Noted())
+    observers.trackers = [trackers[0], Full(), trackers[1]]
+    with suppress(UserError, KeyboardInterrupt, RuntimeError), observers:
         if error is not None:
             raise error
         observers.status = DONE
