@@ -22,7 +22,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import first_line
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json
-from pycls_fast.train.by_class import Confusion, confusion, mistakes, of_sets, set_mistakes, sigmoid
+from pycls_fast.train.by_class import confusion, mistakes, of_sets, set_mistakes, sigmoid
 from pycls_fast.train.display import SCORES, duration, epochs, human, one_line, scores_text, telling_scores
 from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text, writing
@@ -30,6 +30,7 @@ from pycls_fast.train.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from scipy import sparse
 
 
 def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -85,7 +86,7 @@ _WITH_NAMES = 80
 _MOST_CELLS = 1500
 
 
-def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title: str) -> None:
+def draw_confusion(counts_KK: sparse.csr_array, classes: Sequence[str], path: Path, title: str) -> None:
     """Draw the share of each true class (row) that was predicted as each class (column).
 
     Up to 25 classes get image counts in the cells, up to 80 their names at the sides. Above 1,500, neighbouring classes
@@ -99,7 +100,7 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     size = -(-count // _MOST_CELLS)
-    share_DD = _shares(counts, count, size)
+    share_DD = _shares(counts_KK, size)
     # With one class per cell these are imshow's own defaults.
     end = len(share_DD) * size - 0.5
     picture = axes.imshow(
@@ -114,7 +115,8 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
     figure.colorbar(picture, ax=axes, fraction=0.046, label=f"share of {whose}")
     _label(axes, classes)
     if count <= _WITH_NUMBERS:
-        for row, column, images in zip(*counts, strict=True):
+        cells = counts_KK.tocoo()
+        for row, column, images in zip(cells.row, cells.col, cells.data, strict=True):
             color = "white" if share_DD[row, column] > 0.4 else "black"
             axes.text(column, row, f"{images}", ha="center", va="center", fontsize=7, color=color)
     figure.suptitle(title, fontsize=11, parse_math=False)
@@ -124,14 +126,13 @@ def draw_confusion(counts: Confusion, classes: Sequence[str], path: Path, title:
         figure.savefig(temporary, dpi=110, format="png")
 
 
-def _shares(counts: Confusion, classes: int, size: int) -> np.ndarray:
+def _shares(counts_KK: sparse.csr_array, size: int) -> np.ndarray:
     """The confusion matrix with `size` classes per cell, each row (true classes) divided by its images: float64 (D,
     D)."""
-    cells = -(-classes // size)
-    images_DD = np.zeros((cells, cells))
-    np.add.at(images_DD, (counts.right_C // size, counts.predicted_C // size), counts.images_C)
-    images_DD /= np.maximum(images_DD.sum(axis=1, keepdims=True), 1)
-    return images_DD
+    cells, side = counts_KK.tocoo(), -(-counts_KK.shape[0] // size)
+    images_DD = np.zeros((side, side))
+    np.add.at(images_DD, (cells.row // size, cells.col // size), cells.data)
+    return images_DD / np.maximum(images_DD.sum(axis=1, keepdims=True), 1)
 
 
 def _label(axes: Axes, classes: Sequence[str]) -> None:
