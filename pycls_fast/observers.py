@@ -20,7 +20,7 @@ from pycls_fast.values import Text
 
 
 class Callback(Choice, key="callbacks"):
-    """Code that is called during a run with the run (`pycls_fast.train.run.Run`), and must not change it."""
+    """Code that is called during a run with the run (`pycls_fast.train.run_state.Run`), and must not change it."""
 
     name: str = ""
     """The callback."""

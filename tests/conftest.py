@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pycls_fast.data.sources.arrays import write_digits
-from tests.started import Started
+from tests.processes import Started
 
 # Two tests or ranks side by side must not fight for the same cores.
 torch.set_num_threads(1)

@@ -36,7 +36,7 @@ from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.load_weights import load_weights, trained_size
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.resolving import after_data, before_data
-from pycls_fast.train.run import Parts
+from pycls_fast.train.run_state import Parts
 from pycls_fast.train.step import PipelinedStep, Step
 from pycls_fast.train.watchdog import Watchdog
 

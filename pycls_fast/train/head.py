@@ -22,7 +22,7 @@ from pycls_fast.data.sources.base import Subset
 from pycls_fast.optim.weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
 # the class means, to one that separates most sets completely.

@@ -29,7 +29,7 @@ from pycls_fast.train.observers import Observers, open_observers
 from pycls_fast.train.out_of_memory import enough_to_train
 from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.signals import Stopped, StopRequest, stop_requests
 from pycls_fast.train.start import start_run
 from pycls_fast.train.summary import summarise

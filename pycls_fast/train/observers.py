@@ -15,7 +15,7 @@ from pycls_fast.train.agreement import on_main
 from pycls_fast.train.folder import writing
 
 if TYPE_CHECKING:
-    from pycls_fast.train.run import Run
+    from pycls_fast.train.run_state import Run
 
 # Keys of a training record that say when it was, not what it measured.
 _WHEN = {"step", "epoch", "time"}

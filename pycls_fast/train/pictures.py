@@ -26,7 +26,7 @@ from pycls_fast.train.by_class import confusion, mistakes, of_sets, set_mistakes
 from pycls_fast.train.display import SCORES, duration, epochs, human, one_line, scores_text, telling_scores
 from pycls_fast.train.evaluate import Evaluation
 from pycls_fast.train.folder import write_text, writing
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from pycls_fast.train.checkpoint import State
 from pycls_fast.train.display import Display, epochs
 from pycls_fast.train.environment import environment_command, program_words
 from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.validation import early_stop
 
 Changed = dict[str, tuple[Any, Any]]

@@ -23,7 +23,7 @@ from pycls_fast.train.display import Display, duration, epochs, human, one_line
 from pycls_fast.train.environment import Call, device_name, environment
 from pycls_fast.train.folder import RunFolder, choose_run_dir
 from pycls_fast.train.resume import find_start, resume
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.saving import Saver
 
 
@@ -176,7 +176,14 @@ def _notes(run: Run) -> Iterator[str]:
             f"parallel: only one of {gpus} GPUs is used; use torchrun --nproc_per_node {gpus} ... for all of them, or "
             "parallel=single to stay with one"
         )
-    yield from _slow_precision(config, world)
+    if (raced := _raced(config, world)) is not None:
+        computes_in_16_bits = build.compute_dtype(config) == torch.bfloat16
+        faster, slower = ("fp32", 1 / raced.ratio) if computes_in_16_bits else ("amp_bf16", raced.ratio)
+        if slower > _MUCH_SLOWER:
+            yield (
+                f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
+                "precision=auto chooses the faster one"
+            )
     train = run.parts.sources["train"]
     counts = train.class_counts()
     by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
@@ -196,19 +203,6 @@ def _notes(run: Run) -> Iterator[str]:
             yield (
                 f"optim.ema_decay: after all {run.total_steps:,} steps the initial weights are still {initial:.0%} of "
                 "the average, and it is the average that is scored; use optim.ema_warmup=true, or a smaller decay"
-            )
-
-
-def _slow_precision(config: RunConfig, world: World) -> Iterator[str]:
-    """A note if another precision is much faster on this CPU."""
-    raced = _raced(config, world)
-    if raced is not None:
-        computes_in_16_bits = build.compute_dtype(config) == torch.bfloat16
-        faster, slower = ("fp32", 1 / raced.ratio) if computes_in_16_bits else ("amp_bf16", raced.ratio)
-        if slower > _MUCH_SLOWER:
-            yield (
-                f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
-                "precision=auto chooses the faster one"
             )
 
 

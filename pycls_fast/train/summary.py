@@ -16,7 +16,7 @@ from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_confusion, write_page
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.validation import best_of, draw_run_curves, primary_records
 from pycls_fast.train.weights import open_weights, write_weights
 

@@ -17,7 +17,7 @@ from pycls_fast.train.evaluate import Evaluation, evaluate
 from pycls_fast.train.folder import writing
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_curves
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 
 
 def primary_records(run: Run) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.start import start_run
 from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
-from tests.started import Started
+from tests.processes import Started
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -27,21 +27,21 @@ for module in ("train", "inference", "ledger.runs", "ledger.compare"):
 importlib.import_module("torch._dynamo")
 
 from tests.faults.families import FAMILIES, Try  # noqa: E402
-from tests.faults.lab import Lab  # noqa: E402
+from tests.faults.fixtures import Fixtures  # noqa: E402
 
 # In the processes that try, which are forked from this one.
-_lab: Lab
+_fixtures: Fixtures
 
 
 def run(*, seed: int, minutes: float, only: str | None = None, first: int = 0, tries: int | None = None) -> int:
     """Try until the time is over, as many at once as there are cores, up to 4; the number of tries that fell short."""
-    global _lab
+    global _fixtures
     tried, short, begun, spent = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     names = [only] if only is not None else list(FAMILIES)
     # No `TemporaryDirectory`: forked processes would remove it when they exit.
     place = Path(tempfile.mkdtemp(prefix="faults"))
-    (home := place / "lab").mkdir()
-    _lab = Lab(home)
+    (home := place / "fixtures").mkdir()
+    _fixtures = Fixtures(home)
     until = time.monotonic() + 60 * minutes
     running: dict[Future[tuple[Try, float]], str] = {}
     # A try of odd values may take 10 GB.
@@ -78,7 +78,7 @@ def one(seed: int, name: str, number: int, place: Path) -> tuple[Try, float]:
     begun = time.monotonic()
     folder = place / f"{name.replace(' ', '_')}_{number}" / "a" / "b"
     folder.mkdir(parents=True)
-    this = Try(seed, name, number, _lab, folder)
+    this = Try(seed, name, number, _fixtures, folder)
     try:
         FAMILIES[name][0](this)
     except Exception:  # noqa: BLE001  # the harness itself

@@ -18,7 +18,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.keys import flat
 from pycls_fast.parallel.monitor import report_seconds
 from tests.faults.attempt import Child, Outcome, attempt, tool
-from tests.faults.lab import Lab, pick
+from tests.faults.fixtures import Fixtures, pick
 from tests.faults.mutate import mutant
 from tests.faults.surroundings import CASES
 
@@ -40,7 +40,7 @@ class Try:
     seed: int
     family: str
     number: int
-    lab: Lab
+    fixtures: Fixtures
     folder: Path
     tried: int = 0
     short: list[str] = field(default_factory=list)
@@ -57,16 +57,16 @@ class Try:
 
     def same_bits(self, key: str = "run") -> None:
         """See that the run has ended as if nothing had happened, and that nothing is left of what was interrupted."""
-        found = self.lab.fingerprint(self.folder)
-        if found != self.lab.wanted[key]:
-            self.short.append(f"other bits: {found} instead of {self.lab.wanted[key]}")
+        found = self.fixtures.fingerprint(self.folder)
+        if found != self.fixtures.wanted[key]:
+            self.short.append(f"other bits: {found} instead of {self.fixtures.wanted[key]}")
         hidden = (path for path in (self.folder / "run").rglob(".*") if path.name != ".metadata")
         self.short += [f"left {path.relative_to(self.folder)}" for path in hidden]
 
 
 def kills(this: Try) -> None:
     """The run is killed, or told to stop, at random moments, then it goes on to the same bits."""
-    run = tool(*this.lab.train, "run_dir=run")
+    run = tool(*this.fixtures.train, "run_dir=run")
     for _ in range(this.draw.randint(2, 5)):
         number = this.draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         child = Child(run, this.folder)
@@ -88,7 +88,7 @@ def full_disks(this: Try) -> None:
     """No file may grow beyond some size; once there is room, the run goes on to the same bits."""
     limit = int(2 ** this.draw.uniform(6, 19))
     this.about, this.tried = f"at {limit:,} bytes", 1
-    run = tool(*this.lab.train, "run_dir=run")
+    run = tool(*this.fixtures.train, "run_dir=run")
 
     def set_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -103,7 +103,7 @@ def ranks(this: Try) -> None:
     number, lost = this.draw.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)), this.draw.randrange(2)
     delay = this.draw.uniform(0.5, 5.0)
     this.about, this.tried = f"{number.name} of rank {lost} after {delay:.2f} s", 1
-    both = this.lab.two_ranks(this.folder, f"parallel.timeout_seconds={_TIMEOUT}")
+    both = this.fixtures.two_ranks(this.folder, f"parallel.timeout_seconds={_TIMEOUT}")
     if both[lost].runs_for(delay):
         both[lost].signal(number)
     # It may have been done, or both have agreed to stop; else it has lost the other.
@@ -113,14 +113,14 @@ def ranks(this: Try) -> None:
         this.short.append(f"status 1 without an error's line: {outcome.text[-200:]}")
     both[lost].signal(signal.SIGKILL)
     both[lost].end()
-    for child in this.lab.two_ranks(this.folder):
+    for child in this.fixtures.two_ranks(this.folder):
         this.judge(child.end(), 0)
     this.same_bits("ranks")
 
 
 def stalls(this: Try) -> None:
     """A loader's worker stands still: the run ends within its timeout or at a signal, and goes on to the same bits."""
-    run = functools.partial(tool, *this.lab.train, "run_dir=run", "data.num_workers=1")
+    run = functools.partial(tool, *this.fixtures.train, "run_dir=run", "data.num_workers=1")
     number = this.draw.choice((None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     delay, again = this.draw.uniform(0.3, 2.0), number == signal.SIGTERM and this.draw.random() < 0.5
     this.about = f"after {delay:.2f} s, {'timeout' if number is None else number.name}{' twice' * again}"
@@ -141,12 +141,12 @@ def stalls(this: Try) -> None:
 
 def helpers(this: Try) -> None:
     """A process that a command has started is killed, as by the kernel: a line or nothing, and no wait."""
-    shards = ("data.source=tar", f"data.root=file://{this.lab.folder}/tar", "data.shard_cache=copies")
+    shards = ("data.source=tar", f"data.root=file://{this.fixtures.folder}/tar", "data.shard_cache=copies")
     workers = f"data.num_workers={this.draw.randint(0, 2)}"
     commands = {
-        "loader": (*this.lab.train, "run_dir=run", "data.num_workers=2"),
-        "shards": (*this.lab.train, "run_dir=run", *shards, "data.global_batch_size=4", workers),
-        "pack": ("prepare", "pack", f"data.root={this.lab.digits}", "data.num_workers=2", "output=packed"),
+        "loader": (*this.fixtures.train, "run_dir=run", "data.num_workers=2"),
+        "shards": (*this.fixtures.train, "run_dir=run", *shards, "data.global_batch_size=4", workers),
+        "pack": ("prepare", "pack", f"data.root={this.fixtures.digits}", "data.num_workers=2", "output=packed"),
     }
     name, delay = this.draw.choice(sorted(commands)), this.draw.uniform(0.0, 2.0)
     this.about = f"{name}, after {delay:.2f} s"
@@ -164,27 +164,27 @@ def helpers(this: Try) -> None:
 def _train(*overrides: str) -> Callable[[Try], Outcome]:
     def run(this: Try) -> Outcome:
         arguments = ["data.global_batch_size=4", "data.max_damaged=1000", "schedule.max_steps=1", "run_dir=trained"]
-        return attempt(tool(*this.lab.train, *arguments, *this.lab.filled(overrides)), this.folder)
+        return attempt(tool(*this.fixtures.train, *arguments, *this.fixtures.filled(overrides)), this.folder)
 
     return run
 
 
 def _verb(*arguments: str) -> Callable[[Try], Outcome]:
-    return lambda this: attempt(tool(*this.lab.filled(arguments)), this.folder)
+    return lambda this: attempt(tool(*this.fixtures.filled(arguments)), this.folder)
 
 
 def _gate(this: Try) -> Outcome:
     """Compare it with the one that was damaged; a loss, which is status 1, is no fault."""
-    outcome = _verb("ledger", "check", "LAB/ledger.json", "ledger.json")(this)
+    outcome = _verb("ledger", "check", "FIXTURES/ledger.json", "ledger.json")(this)
     return replace(outcome, status=0) if outcome.status == 1 else outcome
 
 
 def _resume(this: Try) -> Outcome:
-    return attempt(tool(*this.lab.train, "run_dir=run", "schedule.max_steps=45"), this.folder)
+    return attempt(tool(*this.fixtures.train, "run_dir=run", "schedule.max_steps=45"), this.folder)
 
 
 _OF_TIMM = ("weights=timm/model.pth", "preprocessing=weights", "data.val_fraction=0.01")
-# What is copied from the lab -> the files of it that are damaged, and who reads them.
+# What is copied from the fixtures -> the files of it that are damaged, and who reads them.
 _IMAGES = ("*.JPEG",)
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...]]] = {
     "run": (
@@ -205,14 +205,14 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
         ("*.safetensors",),
         (
             _train("weights=weights.safetensors"),
-            _verb("predict", "weights.safetensors", "LAB/folder"),
-            _verb("test", "weights=weights.safetensors", "data.root=LAB/digits"),
+            _verb("predict", "weights.safetensors", "FIXTURES/folder"),
+            _verb("test", "weights=weights.safetensors", "data.root=FIXTURES/digits"),
         ),
     ),
-    "weights.onnx": (("*.onnx",), (_verb("test", "weights=weights.onnx", "data.root=LAB/digits"),)),
+    "weights.onnx": (("*.onnx",), (_verb("test", "weights=weights.onnx", "data.root=FIXTURES/digits"),)),
     "weights.pth": (("*.pth",), (_train("weights=weights.pth"),)),
     "weights.npz": (("*.npz",), (_train("weights=weights.npz"),)),
-    "folder": (_IMAGES, (_train("data=folder", "data.root=folder"), _verb("predict", "LAB/run", "folder"))),
+    "folder": (_IMAGES, (_train("data=folder", "data.root=folder"), _verb("predict", "FIXTURES/run", "folder"))),
     "table": (("*.csv", *_IMAGES), (_train("data.source=manifest", "data.root=table"),)),
     "parquet": (("*.parquet",), (_train("data.source=parquet", "data.root=parquet"),)),
     "tar": (("*.tar",), (_train("data.source=tar", "data.root=tar"),)),
@@ -222,8 +222,8 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
     "index": (
         ("*.npz",),
         (
-            _train("data=folder", "data.root=LAB/folder", "data.index_cache=index"),
-            _train("data.source=tar", "data.root=LAB/tar", "data.index_cache=index"),
+            _train("data=folder", "data.root=FIXTURES/folder", "data.index_cache=index"),
+            _train("data.source=tar", "data.root=FIXTURES/tar", "data.index_cache=index"),
         ),
     ),
     "timm": (
@@ -231,7 +231,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[Callable[[Try], Outcome], ...
         (
             _train("weights=timm/model.pth", "data.normalization=weights"),
             # Few images: without a size in the file timm's 224 pixels count, which are 12,544 tokens each here.
-            lambda this: _verb("test", *this.lab.train[1:], *_OF_TIMM)(this),
+            lambda this: _verb("test", *this.fixtures.train[1:], *_OF_TIMM)(this),
         ),
     ),
     "ledger.json": (("*.json",), (_verb("ledger", "report", "ledger.json", "output=page"), _gate)),
@@ -242,7 +242,7 @@ def mutants(this: Try) -> None:
     """A file of any format that is read is damaged: its reader says so in a line, or reads it. A few are whole."""
     name = this.draw.choice(sorted(FORMATS))
     patterns, readers = FORMATS[name]
-    copied = this.lab.copy(name, this.folder)
+    copied = this.fixtures.copy(name, this.folder)
     file = pick(this.draw, copied, *patterns) if copied.is_dir() else copied
     if not (whole := this.draw.random() < 0.03):
         file.write_bytes(mutant(this.draw, file.name, file.read_bytes()))
@@ -275,7 +275,7 @@ def values(this: Try) -> None:
     def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (10 << 30, 10 << 30))
 
-    arguments = [*this.lab.train, "schedule.max_steps=1", "run_dir=run", *odd]
+    arguments = [*this.fixtures.train, "schedule.max_steps=1", "run_dir=run", *odd]
     this.judge(attempt(tool(*arguments), this.folder, setup=limit_memory))
 
 
@@ -286,8 +286,8 @@ def surroundings(this: Try) -> None:
     name = names[this.number] if this.number < len(names) else this.draw.choice(names)
     this.about, this.tried = name, 1
     case = CASES[name]
-    arguments = case.prepare(this.lab, this.folder)
-    arguments = this.lab.train + tuple(arguments[1:]) if arguments[0] == "train" else tuple(arguments)
+    arguments = case.prepare(this.fixtures, this.folder)
+    arguments = this.fixtures.train + tuple(arguments[1:]) if arguments[0] == "train" else tuple(arguments)
     # Three of four: with another oddity, so that cases meet.
     oddity = this.draw.choice(({}, {"LC_ALL": "C"}, {"HOME": "/nonexistent"}, {"TMPDIR": "/x"}))
     environment = {**case.environment, **oddity}
@@ -301,8 +301,8 @@ def surroundings(this: Try) -> None:
 def jpegs(this: Try) -> None:
     """Mutants through the decoder in C, compiled with sanitizers for addresses and undefined behaviour."""
     seed, count = this.draw.getrandbits(30), 20_000
-    files = sorted(map(str, (this.lab.folder / "jpegs").iterdir()))
-    command = [this.lab.folder / "jpeg_fuzz", str(seed), str(count), *files]
+    files = sorted(map(str, (this.fixtures.folder / "jpegs").iterdir()))
+    command = [this.fixtures.folder / "jpeg_fuzz", str(seed), str(count), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     this.about, this.tried = f"jpeg_fuzz {seed} {count}", count
     this.short += [] if done.returncode == 0 else [done.stderr[:2000]]

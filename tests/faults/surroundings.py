@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.attempt import LIMIT, Action, new_process, tool
-from tests.faults.lab import Lab
+from tests.faults.fixtures import Fixtures
 
-Prepare = Callable[[Lab, Path], Sequence[str]]
+Prepare = Callable[[Fixtures, Path], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
 
 
 def _train(*overrides: str) -> Prepare:
-    return lambda lab, folder: ["train", "run_dir=run", "schedule.max_steps=3", *overrides]
+    return lambda fixtures, folder: ["train", "run_dir=run", "schedule.max_steps=3", *overrides]
 
 
 def _limit(kind: int, value: int) -> Callable[[], None]:
@@ -55,12 +55,12 @@ def _no_shared_memory() -> None:
 
 
 def _odd_image(make: Callable[[Path], object], *arguments: str) -> Prepare:
-    """One odd file among the images of class folders; LAB/run predicts, or it is trained on."""
+    """One odd file among the images of class folders; FIXTURES/run predicts, or it is trained on."""
 
-    def prepare(lab: Lab, folder: Path) -> Sequence[str]:
-        images = lab.copy("folder", folder)
+    def prepare(fixtures: Fixtures, folder: Path) -> Sequence[str]:
+        images = fixtures.copy("folder", folder)
         make(images / "train" / "n01440764" / "x.jpg")
-        where = {"RUN": str(lab.folder / "run"), "IMAGES": str(images / "train")}
+        where = {"RUN": str(fixtures.folder / "run"), "IMAGES": str(images / "train")}
         return [where.get(word, word) for word in arguments]
 
     return prepare
@@ -70,8 +70,8 @@ _ON_FOLDER = ("train", "data=folder", "data.root=folder", "data.global_batch_siz
 
 
 def _on_run(change: Callable[[Path], object], *arguments: str) -> Prepare:
-    def prepare(lab: Lab, folder: Path) -> Sequence[str]:
-        change(lab.copy("run", folder))
+    def prepare(fixtures: Fixtures, folder: Path) -> Sequence[str]:
+        change(fixtures.copy("run", folder))
         return arguments
 
     return prepare

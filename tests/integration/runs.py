@@ -20,7 +20,7 @@ from pycls_fast.files import checkpoints
 from pycls_fast.train import train
 from pycls_fast.train.tasks.score import score
 from tests.factories import load_checkpoint
-from tests.started import Started
+from tests.processes import Started
 
 ROOT = Path(__file__).parents[2]
 

@@ -39,7 +39,7 @@ from pycls_fast.strategies import Parallel
 from pycls_fast.train.display import Display
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.observers import Observers
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.start import start_run
 from pycls_fast.train.validation import Evaluations
 from tests.integration.fairscale_cpu import play_cuda

@@ -33,7 +33,7 @@ from tests.integration.runs import (
     records,
     wait_for_step,
 )
-from tests.started import Started
+from tests.processes import Started
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import ROOT, command, environment, run_process
-from tests.started import Started
+from tests.processes import Started
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from tests.integration.runs import (
     run_process,
     wait_for_step,
 )
-from tests.started import Started
+from tests.processes import Started
 
 # Everything that could carry state from step to step.
 EVERYTHING = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TINY, command, environment, records, run_process, wait_for_step
-from tests.started import Started
+from tests.processes import Started
 
 pytestmark = pytest.mark.slow
 

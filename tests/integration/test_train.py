@@ -16,7 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import Finished, UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import train
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.tasks.score import score
 from pycls_fast.train.weights import Weights, open_weights
 from tests.integration.runs import TINY, assert_same_state, newest_checkpoint, records, run

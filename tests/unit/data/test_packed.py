@@ -25,7 +25,7 @@ from pycls_fast.data.sources.index import read_arrays, write_arrays
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
-from tests.started import Started
+from tests.processes import Started
 from tests.unit.data.layouts import (
     expected,
     make_content,

@@ -27,7 +27,7 @@ from pycls_fast.parallel.monitor import report_seconds
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import Parallel
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from tests.factories import assert_same_bits, config_of, make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
 from tests.integration.strategy_worker import whole

@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import checkpoint, saving
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.saving import Saver
 from tests.factories import load_checkpoint, save_checkpoint
 from tests.integration.runs import assert_same_state

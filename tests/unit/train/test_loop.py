@@ -22,7 +22,7 @@ from pycls_fast.train import loop, saving, train
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock
-from pycls_fast.train.run import Run
+from pycls_fast.train.run_state import Run
 from pycls_fast.train.summary import objective as objective_of
 from pycls_fast.train.validation import Evaluations
 from tests.factories import config_of

@@ -46,7 +46,7 @@ _TIMM = {
 _LEDGER = Path(__file__).parents[2] / "docs" / "results" / "ledger_modern" / "ledger.json"
 
 
-class Lab:
+class Fixtures:
     """A folder with `run`, `weights.*`, and a folder for each layout of data.
 
     Attributes:
@@ -106,11 +106,11 @@ class Lab:
         _write_jpegs(self.folder / "jpegs")
 
     def filled(self, arguments: Sequence[str]) -> list[str]:
-        """Arguments with the lab's folder in place of LAB."""
-        return [argument.replace("LAB/", f"{self.folder}/") for argument in arguments]
+        """Arguments with the folder in place of FIXTURES."""
+        return [argument.replace("FIXTURES/", f"{self.folder}/") for argument in arguments]
 
     def copy(self, name: str, folder: Path) -> Path:
-        """A copy of something in the lab, in a folder."""
+        """A copy of something in the fixtures, in a folder."""
         source = self.folder / name
         if source.is_dir():
             return Path(shutil.copytree(source, folder / name, symlinks=True))
