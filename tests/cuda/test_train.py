@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.start import start_run
 from tests.integration.runs import TINY, records, run_process
-from tests.integration.test_resume import arguments, assert_same_run, kill_group, start_and_interrupt
+from tests.integration.test_resume import arguments, assert_same_run, start_and_interrupt
 from tests.processes import Started
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -168,7 +169,7 @@ def test_deterministic_runs_go_on_with_the_same_bits(
     chosen = ("runtime.device=cuda", "runtime.deterministic=true")
     whole, killed = (arguments(tmp_path / name, digits, *chosen) for name in ("whole", "killed"))
     run_process(whole, cwd=tmp_path)
-    start_and_interrupt(started, killed, tmp_path / "killed", 8, kill_group)
+    start_and_interrupt(started, killed, tmp_path / "killed", 8, signal.SIGKILL)
     assert "resumed from" in run_process(killed, cwd=tmp_path).stdout
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
