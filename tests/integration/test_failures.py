@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,17 @@ OVERRIDES = (*TINY, "optim.ema_decay=0.9", "data.num_workers=0", "runtime.checkp
 class Launch:
     """torchrun around faulty_train.py, in a folder of its own: `seen/` for the records, `runs/` as by default."""
 
-    started = Started()
-
-    def __init__(self, folder: Path, digits: Path, *overrides: str, ranks: int = 2, restarts: int = 3, **fault: Any):
+    def __init__(
+        self, started: Started, folder: Path, digits: Path, *overrides: str,
+        ranks: int = 2, restarts: int = 3, launcher: Sequence[str] = ("--standalone",), **fault: Any,
+    ) -> None:  # fmt: skip
         self.folder = folder
         (folder / "seen").mkdir(parents=True, exist_ok=True)
-        training = command(*OVERRIDES, f"data.root={digits}", *overrides)
-        training[1] = str(ROOT / "tests" / "integration" / "faulty_train.py")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        self.process = self.started(
-            [*launcher, "--max-restarts", str(restarts), *training[1:]],
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc_per_node", str(ranks)]
+        tool = str(ROOT / "tests" / "integration" / "faulty_train.py")
+        training = [tool, *command(*OVERRIDES, f"data.root={digits}", *overrides)[2:]]
+        self.process = started(
+            [*torchrun, "--max-restarts", str(restarts), *training],
             cwd=folder,
             env={**environment(), "SEEN": str(folder / "seen"), "FAULT": json.dumps(fault)},
             text=True,
@@ -110,21 +111,14 @@ def assert_whole(launch: Launch) -> None:
         assert checkpoint.open_checkpoint(path).plain["step"] == step_of(path)
 
 
-@pytest.fixture(autouse=True)
-def ended() -> Iterator[None]:
-    """No launch outlives its test."""
-    yield
-    Launch.started.end()
-    Launch.started = Started()
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Launch:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Iterator[Launch]:
     """Two ranks from beginning to end."""
-    launch = Launch(tmp_path_factory.mktemp("undisturbed"), digits)
+    launch = Launch(processes := Started(), tmp_path_factory.mktemp("undisturbed"), digits)
     launch.end()
     assert_whole(launch)
-    return launch
+    yield launch
+    processes.end()
 
 
 def assert_same_end(launch: Launch, reference: Launch) -> None:
@@ -135,9 +129,9 @@ def assert_same_end(launch: Launch, reference: Launch) -> None:
 
 
 @pytest.mark.parametrize("at", ["step", "before write_data", "in state.json", "after _publish"])
-def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: str) -> None:
+def test_rank_0_killed(tmp_path: Path, digits: Path, started: Started, undisturbed: Launch, at: str) -> None:
     """In a step, and in a save; no run_dir is given, and the run finds its folder again."""
-    launch = Launch(tmp_path, digits, kind="die", at=at, step=12, rank=0)
+    launch = Launch(started, tmp_path, digits, kind="die", at=at, step=12, rank=0)
     out = launch.end()
     assert (tmp_path / "seen" / "fault.happened").exists()
     # At step 12 exactly when the name was given before the kill. A kill in the step itself does not wait for the save
@@ -148,19 +142,21 @@ def test_rank_0_killed(tmp_path: Path, digits: Path, undisturbed: Launch, at: st
     assert_same_end(launch, undisturbed)
 
 
-def test_one_of_eight_ranks_that_divide_a_model_killed(tmp_path: Path, digits: Path) -> None:
+def test_one_of_eight_ranks_that_divide_a_model_killed(tmp_path: Path, digits: Path, started: Started) -> None:
     """Pipeline 2 x tensor 2 x shard 2: all start again, and no bit is another."""
     keys = ("parallel=fsdp", "parallel.tensor_degree=2", "parallel.pipeline_degree=2", "optim.accumulation_steps=2")
-    reference = Launch(tmp_path / "reference", digits, *keys, ranks=8)
+    reference = Launch(started, tmp_path / "reference", digits, *keys, ranks=8)
     reference.end()
-    launch = Launch(tmp_path / "killed", digits, *keys, ranks=8, kind="die", at="step", step=12, rank=5)
+    launch = Launch(started, tmp_path / "killed", digits, *keys, ranks=8, kind="die", at="step", step=12, rank=5)
     assert re.search(r"at step [48], epoch", launch.end())
     assert [record["step"] for record in records(launch.run_dir, "train")] == list(range(1, STEPS + 1))
     assert_same_end(launch, reference)
 
 
-def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Path, undisturbed: Launch) -> None:
-    launch = Launch(tmp_path, digits, "parallel.timeout_seconds=3", kind="hang", at="step", step=6, rank=1)
+def test_a_hang_names_the_ranks_and_is_started_again(
+    tmp_path: Path, digits: Path, started: Started, undisturbed: Launch
+) -> None:
+    launch = Launch(started, tmp_path, digits, "parallel.timeout_seconds=3", kind="hang", at="step", step=6, rank=1)
     out = launch.end()
     lines = [line for line in out.splitlines() if line.startswith("error:")]
     assert "ranks have waited for others for 3 s; where each is:" in lines[0]
@@ -172,9 +168,9 @@ def test_a_hang_names_the_ranks_and_is_started_again(tmp_path: Path, digits: Pat
     assert_same_end(launch, undisturbed)
 
 
-def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path) -> None:
+def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path, started: Started) -> None:
     """Rank 1 cannot write the checkpoint of step 8; it or a later step is saved instead, and the run continues."""
-    launch = Launch(tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, restarts=0)
+    launch = Launch(started, tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, restarts=0)
     out = " ".join(launch.end().split())
     found = re.findall(r"could not be written \(No space left on device\).*?; saving step (\d+) instead", out)
     assert len(found) == 1
@@ -185,9 +181,9 @@ def test_one_write_that_fails_is_repeated(tmp_path: Path, digits: Path) -> None:
     assert_whole(launch)
 
 
-def test_a_full_disk_ends_all_ranks_with_one_line(tmp_path: Path, digits: Path) -> None:
+def test_a_full_disk_ends_all_ranks_with_one_line(tmp_path: Path, digits: Path, started: Started) -> None:
     """Rank 1 finds the disk full while a thread writes, and again; the last whole checkpoint stays."""
-    launch = Launch(tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, times=2, restarts=0)
+    launch = Launch(started, tmp_path, digits, kind="full", at="before write_data", step=8, rank=1, times=2, restarts=0)
     out = launch.end(expect=1)
     assert out.count("error: ") == 1
     (error,) = (line for line in out.splitlines() if line.startswith("error: "))
@@ -195,10 +191,10 @@ def test_a_full_disk_ends_all_ranks_with_one_line(tmp_path: Path, digits: Path) 
     assert sorted(path.name for path in (launch.run_dir / "checkpoints").iterdir()) == ["step_000000004"]
 
 
-def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> None:
+def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path, started: Started) -> None:
     """In the middle of an epoch: the same epoch goes on, every image once."""
     run_dir = tmp_path / "run"
-    first = Launch(tmp_path, digits, f"run_dir={run_dir}")
+    first = Launch(started, tmp_path, digits, f"run_dir={run_dir}")
     wait_for_step(first.process, run_dir, 10)
     first.process.send_signal(signal.SIGTERM)
     first.process.communicate()
@@ -208,7 +204,7 @@ def test_stopped_on_two_ranks_goes_on_with_one(tmp_path: Path, digits: Path) -> 
         # What came after the checkpoint is done again, by others.
         kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < stopped]
         file.write_text("".join(f"{line}\n" for line in kept))
-    Launch(tmp_path, digits, f"run_dir={run_dir}", ranks=1).end()
+    Launch(started, tmp_path, digits, f"run_dir={run_dir}", ranks=1).end()
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 1
     assert_every_image_once(seen(tmp_path))
 
@@ -223,29 +219,16 @@ def free_port() -> int:
 def two_nodes(started: Started, folder: Path, digits: Path) -> list[subprocess.Popen[str]]:
     """Two torchruns of one rank, as on nodes of their own: `--nnodes 1:2`; the first keeps the meeting place. Both have
     done some steps."""
-    (folder / "seen").mkdir()
-    own = (f"data.root={digits}", f"run_dir={folder / 'run'}", "runtime.checkpoint_every_steps=1")
-    training, port = command(*OVERRIDES, *own)[2:], free_port()
-    agents = [agent(started, folder, port, *training, is_host=is_host) for is_host in (True, False)]
+    own, port, agents = (f"run_dir={folder / 'run'}", "runtime.checkpoint_every_steps=1"), free_port(), []
+    for is_host in ("true", "false"):
+        launcher = (
+            "--nnodes", "1:2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "elastic",
+            "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,"
+            f"is_host={is_host}",
+        )  # fmt: skip
+        agents.append(Launch(started, folder, digits, *own, ranks=1, launcher=launcher, pause=0.3).process)
     wait_for_step(agents[0], folder / "run", 6)
     return agents
-
-
-def agent(started: Started, folder: Path, port: int, *training: str, is_host: bool) -> subprocess.Popen[str]:
-    launcher = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1",
-        "--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "elastic",
-        "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,"
-        f"is_host={str(is_host).lower()}",
-    ]  # fmt: skip
-    return started(
-        [*launcher, str(ROOT / "tests" / "integration" / "faulty_train.py"), *training],
-        cwd=folder,
-        env={**environment(), "SEEN": str(folder / "seen"), "FAULT": json.dumps({"pause": 0.3})},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
 
 
 def children(pid: int) -> list[int]:
