@@ -162,10 +162,14 @@ def probability_error(probabilities: np.ndarray, right: np.ndarray) -> float | N
     return float(np.abs(np.bincount(bins_M, gaps_M)).sum() / len(gaps_M)) if len(gaps_M) else None
 
 
-def probability_gaps(probabilities: np.ndarray, right: np.ndarray, bins: int = 15) -> tuple[np.ndarray, np.ndarray]:
+# Of equal width, as in Guo et al.
+_BINS = 15
+
+
+def probability_gaps(probabilities: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bin of each probability, and its difference from 1 if the prediction is right, else from 0."""
     probabilities_M = probabilities.ravel().astype(np.float64)
-    return np.minimum((probabilities_M * bins).astype(np.int64), bins - 1), probabilities_M - right.ravel()
+    return np.minimum((probabilities_M * _BINS).astype(np.int64), _BINS - 1), probabilities_M - right.ravel()
 
 
 def mistakes(predictions: Predictions, classes: int) -> np.ndarray:

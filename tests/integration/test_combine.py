@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,12 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, build_distillation
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
 from tests.factories import load_run_config
-from tests.integration.runs import TINY, records, run_process, under_torchrun
+from tests.integration.runs import TINY, command, records, run_process, under_torchrun
+
+
+@pytest.fixture
+def words(digits: Path) -> list[str]:
+    return [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "precision=fp32"]
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -56,10 +60,9 @@ def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
 def test_the_written_weights_are_calibrated(
-    loss: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loss: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "precision=fp32", f"loss={loss}"]
-    run = pycls_fast.train_net("vit_digits", words, optim__lr=0.002, run_dir=tmp_path / "run")
+    run = pycls_fast.train_net("vit_digits", [*words, f"loss={loss}"], optim__lr=0.002, run_dir=tmp_path / "run")
     config, file = load_run_config(run.run_dir, [f"weights={run.run_dir}"]), tmp_path / "calibrated.safetensors"
     capsys.readouterr()
     assert calibrate(config, str(file), split="val", overwrite=False) == 0
@@ -93,8 +96,7 @@ def test_the_greedy_soup_keeps_what_does_not_harm() -> None:
 
 
 @pytest.mark.slow
-def test_the_mean_of_runs(digits: Path, tmp_path: Path) -> None:
-    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
+def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path) -> None:
     a, b = (
         pycls_fast.train_net("vit_digits", words, seed=seed, optim__lr=0.002, run_dir=tmp_path / str(seed))
         for seed in (0, 1)
@@ -143,9 +145,24 @@ def test_the_loss_is_that_of_the_papers(hard: bool) -> None:
     assert torch.equal(more(torch.tensor(2.0).double(), F.pad(logits, (0, 2), value=9.0), images), found)
 
 
+def own_and_its_target(words: list[str], *its: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the teacher says of images in the normalisation of the configuration, and the same images in `its`."""
+    config = load_config("vit_digits", words)
+    switches = build.switches(config, ALONE.device)
+    loss = build_distillation(config, build.sources(config, ALONE)["train"], ALONE, switches)
+    pixels = torch.rand(4, 3, 8, 8)
+    own, theirs = (
+        (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+        for mean, std in ((config.data.mean, config.data.std), its)
+    )
+    return loss.target(own), theirs
+
+
+OTHER = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]"]
+
+
 @pytest.mark.slow
-def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
-    words = [*TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
+def test_a_run_with_a_teacher(words: list[str], tmp_path: Path) -> None:
     teacher = pycls_fast.train_net("vit_digits", words, run_dir=tmp_path / "teacher", optim__lr=0.002)
     # A network with the teacher's weights says the same about augmented and mixed images.
     words += ["augment.mixup_alpha=0.8", "optim.lr=1e-12", "schedule.epochs=1", "schedule.warmup_epochs=0"]
@@ -155,27 +172,19 @@ def test_a_run_with_a_teacher(digits: Path, tmp_path: Path) -> None:
     )
     assert records(same.run_dir, "train")[0]["loss"] == pytest.approx(0.0, abs=1e-5)
     # Another network, which gets images of another normalisation.
-    other = ["model.width=16", "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]"]
-    config = load_config("vit_digits", [*words, *other, f"distill.teacher={teacher.run_dir}"])
-    world = ALONE
-    switches = build.switches(config, world.device)
-    loss = build_distillation(config, build.sources(config, world)["train"], world, switches)
-    pixels = torch.rand(4, 3, 8, 8)
-    own, its = (
-        (pixels - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
-        for data in (config.data, teacher.classifier.config.data)
-    )
-    torch.testing.assert_close(loss.target(own), teacher.classifier.network(its), rtol=1e-4, atol=1e-5)
+    data = teacher.classifier.config.data
+    given = [*words, *OTHER, "model.width=16", f"distill.teacher={teacher.run_dir}"]
+    target, its = own_and_its_target(given, data.mean, data.std)
+    torch.testing.assert_close(target, teacher.classifier.network(its), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_distillation_token_learns_from_the_teacher(digits: Path, tmp_path: Path) -> None:
+def test_a_distillation_token_learns_from_the_teacher(words: list[str], tmp_path: Path) -> None:
     """It alone, if the labels have no share: the class token's half of the head stays zero. Ranks do the same."""
-    words = ["--config-name", "vit_digits", *TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu"]
 
     def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "pycls_fast", "train", *words, f"run_dir={name}", *more]
-        run_process(under_torchrun(command, ranks) if ranks > 1 else command, cwd=tmp_path)
+        training = command(*words, f"run_dir={name}", *more)
+        run_process(under_torchrun(training, ranks) if ranks > 1 else training, cwd=tmp_path)
         return [*records(tmp_path / name, "train"), *records(tmp_path / name, "eval")]
 
     run("teacher", "optim.lr=0.002")
@@ -196,28 +205,15 @@ def test_a_distillation_token_learns_from_the_teacher(digits: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_teacher_of_timm(digits: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_timm(words: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = timm.create_model("test_efficientnet", num_classes=10)
     # Else nearly all that a network of random weights says is its bias.
     nn.init.normal_(theirs.classifier.weight)
     file = tmp_path / "test_efficientnet.safetensors"
     save_file(theirs.state_dict(), file)
-    words = [
-        *TINY, f"data.root={digits}", "data.num_workers=0", "runtime.device=cpu", "precision=fp32",
-        "data.mean=[0.4,0.5,0.6]", "data.std=[0.3,0.2,0.25]", f"distill.teacher={file}", "distill.share=1.0",
-    ]  # fmt: skip
-    config = load_config("vit_digits", words)
-    switches = build.switches(config, ALONE.device)
-    loss = build_distillation(config, build.sources(config, ALONE)["train"], ALONE, switches)
-    pixels = torch.rand(4, 3, 8, 8)
-    own, its = (
-        (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
-        for mean, std in (
-            (config.data.mean, config.data.std),
-            (theirs.default_cfg["mean"], theirs.default_cfg["std"]),
-        )
-    )
+    about = theirs.default_cfg
+    target, its = own_and_its_target([*words, *OTHER, f"distill.teacher={file}"], about["mean"], about["std"])
     with torch.no_grad():
         expected = theirs.eval()(its)
-    torch.testing.assert_close(loss.target(own), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

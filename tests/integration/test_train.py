@@ -18,17 +18,8 @@ from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import train
 from pycls_fast.train.run_state import Run
 from pycls_fast.train.tasks.score import score
-from pycls_fast.train.weights import Weights, open_weights
+from pycls_fast.train.weights import open_weights
 from tests.integration.runs import TINY, assert_same_state, newest_checkpoint, records, run
-
-
-def assert_fills_the_same(first: Weights, second: Weights) -> None:
-    """Both hold the same tensors."""
-    assert first.specs == second.specs
-    one, two = ({name: torch.empty(s.shape, dtype=s.dtype) for name, s in w.specs.items()} for w in (first, second))
-    first.fill(one)
-    second.fill(two)
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 @pytest.mark.usefixtures("drawn")
@@ -41,7 +32,7 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         "first_batch.jpg", "index.html", "log.txt",
     }  # fmt: skip
     average = open_weights(tmp_path / "checkpoints/best", kind="ema")
-    assert_fills_the_same(open_weights(tmp_path / "best.safetensors", kind="auto"), average)
+    assert_same_state(open_weights(tmp_path / "best.safetensors", kind="auto").read(), average.read())
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     train_records = records(tmp_path, "train")
@@ -51,13 +42,8 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
         assert all(record[name] is not None for name in needed), record
         assert 0 <= record["data_wait_fraction"] <= 1
     evaluations = records(tmp_path, "eval")
-    assert [(r["step"], r["split"], r["weights"]) for r in evaluations] == [
-        (22, "val", "model"),
-        (22, "val", "ema"),
-        (44, "val", "model"),
-        (44, "val", "ema"),
-    ]
-    assert {record["count"] for record in evaluations} == {359}
+    assert [(r["step"], r["weights"]) for r in evaluations] == [(s, w) for s in (22, 44) for w in ("model", "ema")]
+    assert {(record["split"], record["count"]) for record in evaluations} == {("val", 359)}
     # The average is behind the model.
     assert evaluations[3]["loss"] > evaluations[2]["loss"]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -266,26 +252,23 @@ def test_a_tensor_that_weights_allow_names_may_be_missing_in_the_model(tmp_path:
 
 
 def test_rates_times_and_checkpoints(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [
-        *TINY, f"data.root={digits}", f"run_dir={tmp_path}", "optim.accumulation_steps=2",
-        "runtime.checkpoint_every_steps=1", "runtime.keep_checkpoints=4", "runtime.checkpoint_async=false",
-    ]  # fmt: skip
-    config = load_config("vit_digits", [*overrides, "schedule.max_steps=6"])
+    own = ("optim.accumulation_steps=2", "runtime.checkpoint_every_steps=1", "runtime.keep_checkpoints=4",
+           "runtime.checkpoint_async=false")  # fmt: skip
     with monkeypatch.context() as patched:
         # Longer than the process that goes on.
         patched.setattr(Run, "seconds", lambda run: 1000.0)
-        assert train(config) == 0
+        assert run(tmp_path, digits, *own, "schedule.max_steps=6") == 0
     # The last one is the best as well, which is when those before it are looked through again.
     kept = [step_of(path) for path in checkpoints(tmp_path / "checkpoints")]
     assert sorted(kept) == [3, 4, 5, 6]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000000006"
 
-    schedule = build.schedule(config, 1438 // 64)
+    schedule = build.schedule(load_config("vit_digits", TINY), 1438 // 64)
     trained = records(tmp_path, "train")
     assert [record["step"] for record in trained] == [1, 2, 3, 4, 5, 6]
     for record in trained:
         assert record["lr"] == schedule(record["step"] - 1)
         assert record["images_per_second"] * record["step_seconds"] == pytest.approx(64)
 
-    assert train(load_config("vit_digits", [*overrides, "schedule.max_steps=7"])) == 0
+    assert run(tmp_path, digits, *own, "schedule.max_steps=7") == 0
     assert 1000 < json.loads((tmp_path / "summary.json").read_text())["wall_seconds"] < 2000
