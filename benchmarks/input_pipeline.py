@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from pycls_fast.data.choices import Augment
+from pycls_fast.data.crop import Interpolation
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decode import Interpolation
 from pycls_fast.data.decoders import DECODERS
 from pycls_fast.data.loader import make_loader
 from pycls_fast.data.pack import PackSettings, pack

@@ -16,7 +16,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.decoders import DECODERS, Decoder, open_scaled_region
+from pycls_fast.data.decoders import DECODERS, SCALED_REGION, Decoder
 from pycls_fast.data.loader import ImageLoader, make_loader
 from pycls_fast.data.prepare import Mixer, Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
@@ -145,7 +145,7 @@ def _decoder(config: RunConfig, switches: Speed, *, training: bool = False) -> D
         raise UserError(
             "speed.decode: simplejpeg is not installed; pip install 'pycls_fast[jpeg]', or use speed.decode=pillow"
         )
-    decoder = open_scaled_region if training and switches.decode_scale == "dct" else DECODERS[name]
+    decoder = SCALED_REGION if training and switches.decode_scale == "dct" else DECODERS[name]
     return replace(decoder, convert=config.data.conversion)
 
 

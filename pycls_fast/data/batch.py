@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pycls_fast.data.transforms import NO_BOX, Box
+from pycls_fast.data.crop import NO_BOX, Box
 from pycls_fast.errors import UserError
 from pycls_fast.values import Size
 

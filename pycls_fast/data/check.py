@@ -12,7 +12,6 @@ from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from pycls_fast.data.decode import DamagedImage, decode, why
 from pycls_fast.data.loader import in_processes
 from pycls_fast.data.pack import shards_of
 from pycls_fast.data.sources.base import Images
@@ -20,6 +19,7 @@ from pycls_fast.data.sources.files import FileImages, files_below
 from pycls_fast.data.sources.index import progress
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.sources.tables import EXTENSIONS as TABLES
+from pycls_fast.data.to_rgb import DamagedImage, decode, why
 
 SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("dhash", "u8")])
 """A readable image: its position, its size, a hash of its pixels, and a perceptual hash."""

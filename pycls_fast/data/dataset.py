@@ -11,10 +11,10 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
-from pycls_fast.data.decode import DamagedImage, why
-from pycls_fast.data.decoders import Open, open_with_pillow
+from pycls_fast.data.decoders import DECODERS, Open
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.to_rgb import DamagedImage, why
 from pycls_fast.data.transforms import Transform
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed
@@ -56,8 +56,8 @@ class ImageDataset(Dataset[Sample]):
     """A stage for the whole batch before it leaves the worker."""
     repeats: int = 1
     """How often each image of an epoch is seen (`TrainSampler`)."""
-    open_picture: Open = open_with_pillow
-    """How images are decoded (`decoders.DECODERS`)."""
+    open_picture: Open = DECODERS["pillow"]
+    """How images are decoded."""
     _is_away: bool = field(default=False, init=False)
 
     def __len__(self) -> int:

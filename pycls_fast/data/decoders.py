@@ -26,7 +26,8 @@ import torch
 from PIL import Image
 
 from pycls_fast.data import native
-from pycls_fast.data.decode import AS_STORED, JPEG, MAX_PIXELS, Conversion, Crop, checked_array, decode, orientation_of
+from pycls_fast.data.crop import Crop
+from pycls_fast.data.to_rgb import AS_STORED, JPEG, MAX_PIXELS, Conversion, checked_array, decode, orientation_of
 
 PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
@@ -133,12 +134,12 @@ class Decoder:
     """How one value of `speed.decode` opens images.
 
     Attributes:
-        open_jpeg: opens a JPEG; returns None if it is damaged or unusual, and Pillow decodes or refuses it.
+        open_jpeg: opens a JPEG; returns None if it is damaged or unusual. Pillow decodes or refuses what it does not.
         wrap: makes a picture of a decoded image, which is Pillow's or an array from a source.
         convert: for images in files; Pillow decodes those that are turned.
     """
 
-    open_jpeg: Callable[[bytes], Picture | None]
+    open_jpeg: Callable[[bytes], Picture | None] | None
     wrap: Callable[[Image.Image | np.ndarray], Picture]
     convert: Conversion = AS_STORED
 
@@ -151,12 +152,8 @@ class Decoder:
         if isinstance(data, np.ndarray):
             return self.wrap(checked_array(data))
         as_stored = data.startswith(JPEG) and not (self.convert.upright and orientation_of(data) != 1)
-        picture = self.open_jpeg(data) if as_stored else None
+        picture = self.open_jpeg(data) if as_stored and self.open_jpeg is not None else None
         return self.wrap(decode(data, self.convert)) if picture is None else picture
-
-
-def _no_picture(data: bytes) -> Picture | None:
-    return None
 
 
 def _simplejpeg(data: bytes) -> Picture | None:
@@ -172,26 +169,18 @@ def _simplejpeg(data: bytes) -> Picture | None:
     return None
 
 
-def _region(data: bytes, *, scaled: bool) -> Picture | None:
+def _region(data: bytes, *, scaled: bool = False) -> Picture | None:
     size = native.jpeg_size(data)
     if size is None or size[0] * size[1] > MAX_PIXELS:
         return None
     return RegionPicture(data, size, scaled=scaled)
 
 
-open_with_pillow = Decoder(_no_picture, PillowPicture)
-"""Decodes the whole image with Pillow: the reference."""
-open_with_simplejpeg = Decoder(_simplejpeg, TensorPicture)
-"""Decodes a whole JPEG with simplejpeg, which bundles libjpeg-turbo."""
-open_region = Decoder(partial(_region, scaled=False), ArrayPicture)
-"""Reads a JPEG's header; a crop decodes only the pixels that it needs."""
-open_scaled_region = Decoder(partial(_region, scaled=True), ArrayPicture)
-"""`open_region`, with large JPEGs decoded at a fraction of their size."""
-
-
-DECODERS: dict[str, Decoder] = {
-    "pillow": open_with_pillow,
-    "simplejpeg": open_with_simplejpeg,
-    "region": open_region,
+DECODERS = {
+    "pillow": Decoder(None, PillowPicture),
+    "simplejpeg": Decoder(_simplejpeg, TensorPicture),
+    "region": Decoder(_region, ArrayPicture),
 }
-"""The decoders by value of `speed.decode`."""
+"""By the value of `speed.decode`."""
+SCALED_REGION = Decoder(partial(_region, scaled=True), ArrayPicture)
+"""`region` with `speed.decode_scale=dct`."""

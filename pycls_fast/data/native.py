@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pycls_fast.data.decode import Crop
+from pycls_fast.data.crop import Crop
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import cache_folder
 

@@ -20,7 +20,7 @@ from pycls_fast.values import NonNegativeFloat, PositiveInt, Probability, Size
 if TYPE_CHECKING:
     from PIL import Image
 
-    from pycls_fast.data.decode import Interpolation
+    from pycls_fast.data.crop import Interpolation
 
 Step = Callable[["Image.Image"], "Image.Image"]
 

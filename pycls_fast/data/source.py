@@ -23,8 +23,8 @@ from pycls_fast.values import (
 )
 
 if TYPE_CHECKING:
-    from pycls_fast.data.decode import Conversion
     from pycls_fast.data.sources.base import Images
+    from pycls_fast.data.to_rgb import Conversion
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
     @property
     def conversion(self) -> Conversion:
         """How images in files become the pixels that transforms see."""
-        from pycls_fast.data.decode import Conversion
+        from pycls_fast.data.to_rgb import Conversion
 
         return Conversion(self.exif_orientation, on_white=self.transparent == "white")
 

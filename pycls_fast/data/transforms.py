@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data.choices import Augment, EvalCrop
-from pycls_fast.data.decode import Box, Crop, Interpolation
+from pycls_fast.data.crop import NO_BOX, Box, Crop, Interpolation
 from pycls_fast.data.decoders import Picture
 from pycls_fast.data.policies import Step
 from pycls_fast.seeds import seeded_torch
@@ -25,7 +25,6 @@ from pycls_fast.values import Size
 if TYPE_CHECKING:
     from torchvision.transforms import v2
 
-NO_BOX: Box = (0, 0, 0, 0)
 _LONGEST_SIDE = 16
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pycls_fast.data.decode import AS_STORED, Conversion, decode
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, files_below
 from pycls_fast.data.sources.remote import is_remote, list_files, read_range
+from pycls_fast.data.to_rgb import AS_STORED, Conversion, decode
 from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.files import user_path
 from pycls_fast.reading import IMAGE_BYTES, read_bytes

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from pycls_fast.data.decode import Conversion, decode
 from pycls_fast.data.sources.index import progress
+from pycls_fast.data.to_rgb import Conversion, decode
 from pycls_fast.errors import DONE, MISTAKE, cell, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.images import Address, Frame, GivenImages, find_images, frames_of

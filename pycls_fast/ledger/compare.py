@@ -19,8 +19,8 @@ import numpy as np
 from pycls_fast import build
 from pycls_fast.config.of_weights import SavedConfig
 from pycls_fast.config.saved import as_data, validate_saved
-from pycls_fast.data.decode import Conversion
 from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import DONE, UserError, refusing
 from pycls_fast.files import timestamp, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison

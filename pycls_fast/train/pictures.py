@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from pycls_fast.data.batch import Batch
-from pycls_fast.data.decode import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.to_rgb import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.errors import first_line
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json

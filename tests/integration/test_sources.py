@@ -15,8 +15,8 @@ from PIL import ExifTags, Image
 
 from pycls_fast.commands.train import PrepareVerb
 from pycls_fast.config import load_config
-from pycls_fast.data.decode import orientation_of
 from pycls_fast.data.sources.packed import PackedImages
+from pycls_fast.data.to_rgb import orientation_of
 from pycls_fast.errors import UserError
 from pycls_fast.train import train
 from tests.factories import class_folders
@@ -97,7 +97,7 @@ def test_pack_and_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_verify_lists_the_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is said of each kind of damage is in tests/unit/data/test_decode.py."""
+    """What is said of each kind of damage is in tests/unit/data/test_to_rgb.py."""
     root = tmp_path / "images"
     for split in ("train", "val"):
         class_folders(root / split, cat=5, dog=4)

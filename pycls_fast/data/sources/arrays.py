@@ -15,12 +15,12 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Subset
 
-from pycls_fast.data.decode import decode
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
+from pycls_fast.data.to_rgb import decode
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 from pycls_fast.seeds import counter_seed

@@ -64,7 +64,7 @@ def limit_pixels(monkeypatch: pytest.MonkeyPatch) -> LimitPixels:
     """Sets the size above which a file counts as damaged."""
 
     def limit(pixels: int) -> None:
-        for name in ("decode", "decoders"):
+        for name in ("to_rgb", "decoders"):
             monkeypatch.setattr(importlib.import_module(f"pycls_fast.data.{name}"), "MAX_PIXELS", pixels)
 
     return limit

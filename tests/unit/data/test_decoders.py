@@ -19,17 +19,15 @@ from PIL import ExifTags, Image, ImageOps
 from pycls_fast import build
 from pycls_fast.data import native
 from pycls_fast.data.choices import Augment
-from pycls_fast.data.decode import Conversion, Crop, DamagedImage, decode, orientation_of
+from pycls_fast.data.crop import Crop
 from pycls_fast.data.decoders import (
     DECODERS,
+    SCALED_REGION,
     Picture,
     RegionPicture,
     divisor,
-    open_region,
-    open_scaled_region,
-    open_with_pillow,
-    open_with_simplejpeg,
 )
+from pycls_fast.data.to_rgb import Conversion, DamagedImage, decode, orientation_of
 from pycls_fast.data.transforms import Augmented, EvalTransform, TrainTransform
 from pycls_fast.errors import UserError
 from tests.factories import config_of
@@ -122,7 +120,7 @@ def rows_then_columns(image: Image.Image, crop: Crop, part: int = 1) -> np.ndarr
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_region_decodes_and_resizes_to_the_bit(name: str, scaled: bool, files: dict[str, bytes]) -> None:
-    picture = (open_scaled_region if scaled else open_region)(files[name])
+    picture = (SCALED_REGION if scaled else DECODERS["region"])(files[name])
     assert isinstance(picture, RegionPicture)
     assert picture.size == Image.open(io.BytesIO(files[name])).size[::-1]
     cuts = list(random_cuts(picture.size, 40, seed=len(name)))
@@ -134,7 +132,7 @@ def test_region_decodes_and_resizes_to_the_bit(name: str, scaled: bool, files: d
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("decoder", [open_with_simplejpeg, open_region])
+@pytest.mark.parametrize("decoder", [DECODERS["simplejpeg"], DECODERS["region"]])
 def test_training_crops_are_the_reference_s(
     decoder: Callable[..., Picture], name: str, files: dict[str, bytes]
 ) -> None:
@@ -142,7 +140,7 @@ def test_training_crops_are_the_reference_s(
     transform = TrainTransform(Augment(), image_size=56)
     for seed in range(12):
         ours = transform(decoder(files[name]), seed).image_HWC.astype(int)
-        reference = transform(open_with_pillow(files[name]), seed).image_HWC.astype(int)
+        reference = transform(DECODERS["pillow"](files[name]), seed).image_HWC.astype(int)
         assert np.abs(ours - reference).max() <= 1, (seed, name)
 
 
@@ -165,11 +163,11 @@ def test_decoded_arrays(photo: Image.Image) -> None:
     """What raw sources hand out; Pillow's result up to the order of the two passes of the resize."""
     pixels = np.asarray(photo)
     for crop in random_cuts(pixels.shape[:2], 60, seed=1):  # type: ignore[arg-type]
-        np.testing.assert_array_equal(open_region(pixels).crop(crop), rows_then_columns(photo, crop))
+        np.testing.assert_array_equal(DECODERS["region"](pixels).crop(crop), rows_then_columns(photo, crop))
     transform = TrainTransform(Augment(), image_size=56)
     for seed in range(20):
-        reference = transform(open_with_pillow(pixels), seed).image_HWC.astype(int)
-        assert np.abs(transform(open_with_simplejpeg(pixels), seed).image_HWC.astype(int) - reference).max() <= 1
+        reference = transform(DECODERS["pillow"](pixels), seed).image_HWC.astype(int)
+        assert np.abs(transform(DECODERS["simplejpeg"](pixels), seed).image_HWC.astype(int) - reference).max() <= 1
     for decoder in DECODERS.values():
         with pytest.raises(ValueError, match="expected a uint8 array"):
             decoder(pixels[:, :, 0])
@@ -204,12 +202,12 @@ def outcome(decoder: Callable[..., Picture], data: bytes, transform: TrainTransf
         return str(error)
 
 
-@pytest.mark.parametrize("decoder", [open_with_simplejpeg, open_region])
+@pytest.mark.parametrize("decoder", [DECODERS["simplejpeg"], DECODERS["region"]])
 def test_same_verdicts_on_damaged_files(decoder: Callable[..., Picture], photo: Image.Image) -> None:
     transform = TrainTransform(Augment(), image_size=32)
     refused = 0
     for seed, data in enumerate(damaged_files(photo)):
-        reference, ours = (outcome(d, data, transform, seed) for d in (open_with_pillow, decoder))
+        reference, ours = (outcome(d, data, transform, seed) for d in (DECODERS["pillow"], decoder))
         if isinstance(reference, str) or isinstance(ours, str):
             assert ours == reference, seed
             refused += 1
@@ -258,7 +256,7 @@ class TestCompiling:
         assert not native.available()
 
 
-ALL_DECODERS = {**DECODERS, "region, dct": open_scaled_region}
+ALL_DECODERS = {**DECODERS, "region, dct": SCALED_REGION}
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT = range(1, 9)
 

@@ -14,9 +14,10 @@ from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from pycls_fast.data.choices import Augment
+from pycls_fast.data.crop import NO_BOX
 from pycls_fast.data.decoders import PillowPicture
 from pycls_fast.data.policies import RandAugment
-from pycls_fast.data.transforms import NO_BOX, EvalTransform, TrainTransform
+from pycls_fast.data.transforms import EvalTransform, TrainTransform
 
 
 def photo(width: int = 50, height: int = 37, seed: int = 0) -> Image.Image:

@@ -19,8 +19,8 @@ from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.decode import Conversion
 from pycls_fast.data.sources.arrays import SyntheticImages
+from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import UserError
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.train.display import plain_table, wide_console

@@ -1,4 +1,4 @@
-"""Decodes the bytes of an image file to an 8-bit RGB image.
+"""Decodes any image file with Pillow, to 8-bit RGB; names what is wrong with a damaged one.
 
 How images that are not 8-bit RGB are converted:
 
@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -34,24 +32,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 MAX_PIXELS = 2 * 89_478_485
 """A file with more is refused as a decompression bomb, by Pillow too. ImageNet's largest image has 61 million."""
-
-
-Interpolation = Literal["bilinear", "bicubic"]
-Box = tuple[int, int, int, int]
-"""(top, left, height, width) in pixels."""
-
-
-class Crop(NamedTuple):
-    """A part of an image, resized: crop to `box`, resize to `resized`, crop to `view`, mirror."""
-
-    box: Box
-    resized: tuple[int, int]
-    """(height, width) that the box is resized to, with a filter that widens when shrinking ("antialias")."""
-    view: Box
-    """The part of the resized box that is kept."""
-    interpolation: Interpolation
-    mirror: bool = False
-    """Whether to flip left to right at the end."""
 
 
 class Conversion(NamedTuple):
@@ -86,12 +66,22 @@ def decode(data: bytes | np.ndarray | Image.Image, convert: Conversion = AS_STOR
     """
     if isinstance(data, np.ndarray):
         return Image.fromarray(checked_array(data))
-    with _named_damage():
-        image = _open(data) if isinstance(data, bytes) else data
-        image.load()
-        converted = _to_rgb(image, on_white=convert.on_white)
-        turn = _TURNS.get(orientation(image)) if convert.upright else None
-        return converted if turn is None else converted.transpose(turn)
+    # Pillow warns about palettes, tags and sizes; what matters is decided here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = _open(data) if isinstance(data, bytes) else data
+            image.load()
+            converted = _to_rgb(image, on_white=convert.on_white)
+            turn = _TURNS.get(orientation(image)) if convert.upright else None
+            return converted if turn is None else converted.transpose(turn)
+        except (DamagedImage, MemoryError):
+            raise
+        except Exception as error:
+            # On damaged bytes Pillow's readers raise nearly every built-in exception: OSError, SyntaxError,
+            # struct.error, zlib.error, IndexError ... Whatever it was is reported, with its type.
+            text = " ".join(str(error).split()) or "unreadable"
+            raise DamagedImage(f"{text} ({type(error).__name__})") from error
 
 
 def checked_array(image_HWC: np.ndarray) -> np.ndarray:
@@ -114,25 +104,6 @@ def _open(data: bytes) -> Image.Image:
     if width * height > MAX_PIXELS:
         raise DamagedImage(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,} (decompression bomb)")
     return image
-
-
-@contextmanager
-def _named_damage() -> Iterator[None]:
-    """Turn whatever Pillow raises into a `DamagedImage`."""
-    # Pillow warns about palettes, tags and sizes; what matters is decided here.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except (DamagedImage, MemoryError):
-            raise
-        except Image.DecompressionBombError as error:
-            raise DamagedImage(f"too large to be a photograph (decompression bomb): {error}") from error
-        except Exception as error:
-            # On damaged bytes Pillow's readers raise nearly every built-in exception: OSError, SyntaxError,
-            # struct.error, zlib.error, IndexError ... Whatever it was is reported, with its type.
-            text = " ".join(str(error).split()) or "unreadable"
-            raise DamagedImage(f"{text} ({type(error).__name__})") from error
 
 
 def _to_rgb(image: Image.Image, *, on_white: bool) -> Image.Image:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pycls_fast.data.decode import Conversion, DamagedImage, decode
+from pycls_fast.data.to_rgb import Conversion, DamagedImage, decode
 from tests.unit.data.conftest import LimitPixels, encode
 
 
