@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, first_few
 
 
 def checksum(integers: Any) -> str:
     """A CRC-32 of whole numbers, as 8 hexadecimal digits."""
     return f"{zlib.crc32(np.ascontiguousarray(integers, np.int64).tobytes()):08x}"
+
+
+class Labels(NamedTuple):
+    """Labels as `Images` has them."""
+
+    classes: tuple[str, ...]
+    numbers: np.ndarray
+    """int32, one per image."""
+    sets: np.ndarray | None = None
+    """`Images.label_sets`."""
 
 
 class Images:
@@ -41,6 +52,7 @@ class Images:
     drawn = False
     block_ends: np.ndarray | None = None
     prefers_blocks = False
+    _texts: Texts | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,7 +91,7 @@ class Images:
 
         The name is the layout's: the path below the root, as a table writes it, or the key in a shard.
         """
-        return None
+        return None if self._texts is None else self._texts.hashes()
 
     def names_id(self) -> str:
         """Identifies the images' names in their order: "names-" and a checksum.

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from pycls_fast.data.source import Files
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.index import Texts
+from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.remote import is_remote, list_files
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.reading import IMAGE_BYTES, open_file, parse_json, read_bytes
 
@@ -53,29 +52,25 @@ _MOST_OPEN = 256
 class FileImages(Images):
     """One file per image."""
 
-    def __init__(
-        self, root: Path, classes: Sequence[str], names: Texts, labels: np.ndarray, *, numbered: bool = False
-    ) -> None:
+    def __init__(self, root: Path, names: Texts, labels: Labels, *, numbered: bool = False) -> None:
         """
         Args:
             names: paths of the files, absolute or relative to `root`.
-            labels: int32, one per image.
             numbered: the names only count the images.
         """
         self.root, self.where = root, str(root)
-        self.classes = tuple(classes)
-        self.labels = labels
-        self._names = names
+        self.classes, self.labels, self.label_sets = labels
+        self._texts: Texts = names
         self._numbered = numbered
 
     def read(self, index: int) -> bytes:
         return read_bytes(self.name(index), IMAGE_BYTES)
 
     def name(self, index: int) -> str:
-        return str(self.root / self._names[index])
+        return str(self.root / self._texts[index])
 
     def name_hashes(self) -> np.ndarray | None:
-        return None if self._numbered else self._names.hashes()
+        return None if self._numbered else super().name_hashes()
 
 
 class OpenFiles:
@@ -238,16 +233,6 @@ def _check_complete(files: Sequence[str]) -> None:
         missing = [f"{start}{n:05d}-of-{total}" for n in range(int(total)) if (start, n, total) not in there]
         if missing:
             raise UserError(f"{first_few(missing, 3)}: missing, of {int(total):,} files; download the rest")
-
-
-class Labels(NamedTuple):
-    """Labels as `Images` has them."""
-
-    classes: tuple[str, ...]
-    numbers: np.ndarray
-    """int32, one per image."""
-    sets: np.ndarray | None = None
-    """`Images.label_sets`."""
 
 
 def name_classes(

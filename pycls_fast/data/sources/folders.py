@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
-from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.base import Images, Labels, Subset
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, Texts, digest, load_or_build, progress
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, digest, load_or_build, progress
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
@@ -89,7 +91,7 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
 class _Listing(NamedTuple):
     """The images of one class folder: names relative to the folder above, and the folders' mtimes."""
 
-    names: Texts
+    names: list[bytes]
     stamp: dict[str, int]
     unread: Counter[str]
     """The number of images in formats that are not read, by extension."""
@@ -112,8 +114,7 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
         build=partial(_scan, root),
         is_fresh=partial(_is_fresh, root),
     )
-    names = Texts(index.arrays["names"], index.arrays["name_ends"])
-    return FileImages(root, index.more["classes"], names, index.arrays["labels"], numbered=numbered)
+    return FileImages(root, index.names, index.labels, numbered=numbered)
 
 
 def _merge_links(source: FileImages) -> Images:
@@ -152,11 +153,11 @@ def _scan(root: Path) -> Index:
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise UserError(f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}")
-    names = Texts.join(listing.names for listing in listings)
+    names = Texts.of(chain.from_iterable(listing.names for listing in listings))
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
-    arrays = {"names": names.data, "name_ends": names.ends, "labels": labels}
     folders = {name: time for listing in listings for name, time in listing.stamp.items()}
-    return Index(arrays, {"classes": classes}, {"classes": digest("\0".join(classes)), "folders": folders})
+    stamp = {"classes": digest("\0".join(classes)), "folders": folders}
+    return Index(names, Labels(tuple(classes), labels), stamp)
 
 
 def _is_fresh(root: Path, stamp: Stamp) -> bool:
@@ -193,7 +194,7 @@ def _list_class(root: Path, name: str) -> _Listing:
             elif image.lower().endswith(_UNREAD_EXTENSIONS):
                 unread[os.path.splitext(image)[1].lower()] += 1  # noqa: PTH122  # faster than a Path
     # Sorted as bytes, whatever the locale.
-    return _Listing(Texts.of(sorted(found)), stamp, unread)
+    return _Listing(sorted(found), stamp, unread)
 
 
 def subfolders(root: Path) -> list[str]:
@@ -217,7 +218,7 @@ def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:
         raise UserError(f"{root}: no training class for {first_few(unknown)} in {where}")
     labelled = sorted((label_of[wnid_of[stem]], os.fsencode(name)) for name, stem in stems.items())
     labels = np.array([label for label, _ in labelled], dtype=np.int32)
-    return FileImages(root, classes, Texts.of(name for _, name in labelled), labels)
+    return FileImages(root, Texts.of(name for _, name in labelled), Labels(tuple(classes), labels))
 
 
 def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.data.source import Files, Source
-from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import SPLIT_OF, Labels, find_files, missing_column, name_classes, read_class_list
+from pycls_fast.data.sources.base import Images, Labels
+from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, one_of, refusing
 from pycls_fast.reading import IMAGE_BYTES, open_file, read_bytes
 

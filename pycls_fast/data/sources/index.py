@@ -1,4 +1,4 @@
-"""Lists of images in memory and on disk: many names in one array, indexes that are built once, a bar meanwhile.
+"""Lists of a dataset's images on disk: indexes that are built once, a bar meanwhile.
 
 An index is one `.npz` file, used as long as `is_fresh` accepts the stamp it was saved with. It lies in
 `.pycls_fast_index/` beside the dataset's folder if that can be written, else in `~/.cache/pycls_fast/`
@@ -11,131 +11,57 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.sources.base import Labels
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.files import atomic_write, cache_folder, flush, user_path
 from pycls_fast.reading import parse_json, read_npz
 
-_FORMAT = 7
+_FORMAT = 8
 _FOLDER = ".pycls_fast_index"
-
-# FNV-1a, 64 bits (Fowler, Noll and Vo).
-_FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
-# Strings that are hashed at a time; the temporary arrays stay small.
-_HASHED_TOGETHER = 1 << 16
 
 Stamp = Mapping[str, Any]
 """What a dataset looked like when it was indexed; JSON."""
-
-
-class Texts:
-    """Many short byte strings, end to end in one array.
-
-    1.28 million file names take about 60 MB, once: an array stays shared after a fork, whereas a list of strings would
-    be copied into every worker.
-    """
-
-    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
-        """
-        Args:
-            data: uint8, the strings.
-            ends: int64, where each of them ends in `data`.
-        """
-        self.data = data
-        self.ends = ends
-
-    @classmethod
-    def of(cls, strings: Iterable[bytes]) -> Texts:
-        held = list(strings)
-        return cls(np.frombuffer(b"".join(held), np.uint8), np.cumsum([len(s) for s in held], dtype=np.int64))
-
-    @classmethod
-    def join(cls, parts: Iterable[Texts]) -> Texts:
-        held = list(parts)
-        starts = np.cumsum([0, *(len(part.data) for part in held)]).tolist()
-        ends = [part.ends + start for part, start in zip(held, starts[:-1], strict=True)]
-        return cls(np.concatenate([part.data for part in held]), np.concatenate(ends))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        start = self.ends[index - 1] if index > 0 else 0
-        return os.fsdecode(self.data[start : self.ends[index]].tobytes())
-
-    def hashes(self) -> np.ndarray:
-        """Each string's FNV-1a hash, uint64."""
-        found = np.full(len(self), _FNV_START, np.uint64)
-        start = 0
-        for first in range(0, len(self), _HASHED_TOGETHER):
-            ends = self.ends[first : first + _HASHED_TOGETHER]
-            _hash_into(found[first : first + len(ends)], self.data, np.append(start, ends[:-1]), ends)
-            start = ends[-1]
-        return found
-
-
-def _hash_into(hashes_N: np.ndarray, data: np.ndarray, starts_N: np.ndarray, ends_N: np.ndarray) -> None:
-    """Continue the hashes with the strings, one byte of all of them at a time."""
-    longest_first = np.argsort(starts_N - ends_N, kind="stable")
-    values_N, places_N = hashes_N[longest_first], starts_N[longest_first]
-    lengths_N = (ends_N - starts_N)[longest_first]
-    # How many strings have a byte at each place.
-    counts = np.searchsorted(-lengths_N, -np.arange(lengths_N[0]), side="left")
-    for place, count in enumerate(counts.tolist()):
-        values_N[:count] = (values_N[:count] ^ data[places_N[:count] + place]) * _FNV_PRIME
-    hashes_N[longest_first] = values_N
 
 
 def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> None:
     """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all."""
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
     entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
-    entries["checksum"] = _checksum(entries)
     with atomic_write(file) as draft, draft.open("wb") as written:
         np.savez(written, **entries)
         flush(written)
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    found = 0
-    for name, array in sorted(arrays.items()):
-        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
-        found = zlib.crc32(np.ascontiguousarray(array).data, found)
-    return np.array(found, np.uint32)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
     """The arrays and the description in a file of `write_arrays`.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is damaged or something else.
+        OSError, ValueError, KeyError: it cannot be read, or is damaged or something else.
     """
     arrays = read_npz(file)
-    # Arrays that do not fit each other would be found out image by image.
-    if "about" not in arrays or not np.array_equal(arrays.pop("checksum", None), _checksum(arrays)):
-        raise ValueError(f"{file} is damaged")
     return arrays, parse_json(arrays.pop("about").tobytes().decode("utf-8", "surrogateescape"))
 
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a dataset: arrays, and `stamp` and `more`, which are JSON."""
+    """What is known of a dataset's images without reading them."""
 
-    arrays: Mapping[str, np.ndarray]
-    """`labels` among them."""
-    more: Mapping[str, Any]
+    names: Texts
+    labels: Labels
     stamp: Stamp
+    more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of the layout."""
 
 
 class CachePolicy(NamedTuple):
@@ -164,7 +90,7 @@ def load_or_build(
         found = _load_any(files, is_fresh)
         if found is None:
             found = build()
-            if files and len(found.arrays["labels"]) >= policy.smallest:
+            if files and len(found.names) >= policy.smallest:
                 _save_where_possible(found, files)
     return found
 
@@ -193,7 +119,8 @@ def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | N
         try:
             arrays, about = read_arrays(file)
             if about["format"] == _FORMAT and is_fresh(about["stamp"]):
-                return Index(arrays, about["more"], about["stamp"])
+                labels = Labels(tuple(about["classes"]), arrays.pop("labels"), arrays.pop("sets", None))
+                return Index(Texts(arrays.pop("names"), arrays.pop("name_ends")), labels, about["stamp"], arrays)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -203,11 +130,14 @@ def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | N
 
 def _save_where_possible(index: Index, files: list[Path]) -> None:
     """Save an index as the first of these files that can be written."""
+    classes, labels, sets = index.labels
+    arrays = {"names": index.names.data, "name_ends": index.names.ends, "labels": labels, **index.more}
+    arrays |= {} if sets is None else {"sets": sets}
     reasons = []
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_arrays(file, index.arrays, {"format": _FORMAT, "more": index.more, "stamp": index.stamp})
+            write_arrays(file, arrays, {"format": _FORMAT, "classes": classes, "stamp": index.stamp})
             return
         except OSError as error:
             reasons.append(f"{file}: {error.strerror or error}")

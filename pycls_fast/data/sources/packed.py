@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import OpenFiles
-from pycls_fast.data.sources.index import Texts, read_arrays
+from pycls_fast.data.sources.index import read_arrays
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.reading import check
 
@@ -72,11 +73,11 @@ class PackedImages(Images):
             arrays, self.about = read_arrays(folder / INDEX)
             check(_About, self.about)
             self._table = table = arrays["table"]
-            self._names = Texts(arrays["names"], arrays["name_ends"])
+            self._texts: Texts = Texts(arrays["names"], arrays["name_ends"])
             self._ends = np.cumsum(self.about["shards"])
             if self.about["version"] != VERSION:
                 raise ValueError(f"version {self.about['version']} instead of {VERSION}")
-            if table.dtype != ENTRY or not len(table) == len(self._names) == self._ends[-1] > 0:
+            if table.dtype != ENTRY or not len(table) == len(self._texts) == self._ends[-1] > 0:
                 raise ValueError(f"{INDEX} does not fit")
             self.label_sets = sets = arrays.get("sets")
             classes = len(self.about["classes"])
@@ -114,10 +115,7 @@ class PackedImages(Images):
         return self._files.read(shard, offset, size)
 
     def name(self, index: int) -> str:
-        return f"{self.folder}[{index}: {self._names[index]}]"
-
-    def name_hashes(self) -> np.ndarray:
-        return self._names.hashes()
+        return f"{self.folder}[{index}: {self._texts[index]}]"
 
     @property
     def size(self) -> int:

@@ -26,7 +26,8 @@ from pycls_fast.data.sources.files import (
     name_classes,
     read_class_list,
 )
-from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 
@@ -65,11 +66,9 @@ def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str)
             build=partial(_read_table, path, names, stamp, is_test=split == "test"),
             is_fresh=partial(operator.eq, stamp),
         )
-        paths = Texts(index.arrays["names"], index.arrays["name_ends"])
-        source = opened[split] = FileImages(base, index.more["classes"], paths, index.arrays["labels"])
-        source.label_sets = index.arrays.get("sets")
-        if "splits" in index.arrays and len(files) == 1:
-            rows = {name: np.flatnonzero(index.arrays["splits"] == number) for number, name in enumerate(_SPLITS)}
+        source = opened[split] = FileImages(base, index.names, index.labels)
+        if "splits" in index.more and len(files) == 1:
+            rows = {name: np.flatnonzero(index.more["splits"] == number) for number, name in enumerate(_SPLITS)}
             opened = {name: Subset(source, own) for name, own in rows.items() if len(own)}
     return opened
 
@@ -95,11 +94,9 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
         if all(label in NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    classes, numbers, sets = name_classes(labels, names=names, where=str(path), separator=separator)
+    found = name_classes(labels, names=names, where=str(path), separator=separator)
     texts = Texts.of(os.fsencode(str(own)) for own in paths)
-    arrays = {"names": texts.data, "name_ends": texts.ends, "labels": numbers, "splits": splits, "sets": sets}
-    given = {name: array for name, array in arrays.items() if array is not None}
-    return Index(given, {"classes": list(classes)}, stamp)
+    return Index(texts, found, stamp, {} if splits is None else {"splits": splits})
 
 
 # How a multi-hot column says whether an image is of its class.

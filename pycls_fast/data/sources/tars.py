@@ -17,8 +17,9 @@ import numpy as np
 from pycls_fast.data.source import Files, Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
-from pycls_fast.data.sources.index import CachePolicy, Index, Texts, load_or_build, progress
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build, progress
 from pycls_fast.data.sources.remote import CachedShards, ShardCache, is_remote, open_whole, read_range, stamp_of
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
 from pycls_fast.reading import IMAGE_BYTES, open_file, parse_json
@@ -41,17 +42,15 @@ class TarImages(CachedShards):
         """
         Args:
             where: what to call the dataset in messages.
-            index: `labels`, int32; `sets`, if there are several; `places`, int64 (samples, 2): offset and size of each
-                image in its shard; `keys` and `key_ends`, the samples' names within their shard; `block_ends`, int64:
-                samples up to the end of each shard; and the classes.
+            index: the samples' names within their shard, their labels, and `places`, int64 (samples, 2): offset and
+                size of each image in its shard; `block_ends`, int64: samples up to the end of each shard.
             cache: keeps whole remote shards; None reads each image separately over the network.
         """
-        self.classes = tuple(index.more["classes"])
-        self.labels, self.label_sets = index.arrays["labels"], index.arrays.get("sets")
-        self.block_ends = index.arrays["block_ends"]
+        self.classes, self.labels, self.label_sets = index.labels
+        self.block_ends = index.more["block_ends"]
         self.cache = cache
-        self._places = index.arrays["places"]
-        self._keys = Texts(index.arrays["keys"], index.arrays["key_ends"])
+        self._places = index.more["places"]
+        self._texts: Texts = index.names
         self.where = f"{len(stamps):,} tar files of {where}"
         self._stamps = stamps
         self._files = OpenFiles()
@@ -76,10 +75,7 @@ class TarImages(CachedShards):
         return data
 
     def name(self, index: int) -> str:
-        return f"{self._stamps[self._shard_number(index)][0]}[{self._keys[index]}]"
-
-    def name_hashes(self) -> np.ndarray:
-        return self._keys.hashes()
+        return f"{self._stamps[self._shard_number(index)][0]}[{self._texts[index]}]"
 
     def _shard_number(self, index: int) -> int:
         return int(np.searchsorted(self.block_ends, index, side="right"))
@@ -146,17 +142,11 @@ def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp:
             samples += found
             ends.append(len(samples))
             advance(1)
-    said, separator = [sample.label for sample in samples], stamp["separator"]
-    classes, labels, sets = name_classes(said, names=names, where=root, separator=separator)
-    keys = Texts.of(sample.key for sample in samples)
-    arrays = {
-        "labels": labels,
-        "places": np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64).reshape(-1, 2),
-        "keys": keys.data,
-        "key_ends": keys.ends,
-        "block_ends": np.array(ends, dtype=np.int64),
-    }
-    return Index(arrays | ({} if sets is None else {"sets": sets}), {"classes": list(classes)}, stamp)
+    said = [sample.label for sample in samples]
+    labels = name_classes(said, names=names, where=root, separator=stamp["separator"])
+    places = np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64).reshape(-1, 2)
+    more = {"places": places, "block_ends": np.array(ends, dtype=np.int64)}
+    return Index(Texts.of(sample.key for sample in samples), labels, stamp, more)
 
 
 def _scan(shard: str, label_field: str) -> list[_Found]:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pycls_fast.data.choices import Folder
-from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.files import FileImages
 from pycls_fast.data.sources.folders import scan_classes
-from pycls_fast.data.sources.index import Texts
 from pycls_fast.data.sources.splits import as_splits, split_at_random
+from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError
 from pycls_fast.seeds import counter_seed, frozen_generator
 from tests.unit.data.conftest import write_tree
@@ -48,7 +48,8 @@ def test_hashes_of_texts() -> None:
 def source_of(names: Sequence[str], classes: tuple[str, ...] = ("cat", "dog")) -> FileImages:
     """Files that are not there; the class is the name's first part."""
     labels = [classes.index(name.partition("/")[0]) for name in names]
-    return FileImages(Path("/nowhere"), classes, Texts.of(map(os.fsencode, names)), np.array(labels, dtype=np.int32))
+    found = Labels(classes, np.array(labels, dtype=np.int32))
+    return FileImages(Path("/nowhere"), Texts.of(map(os.fsencode, names)), found)
 
 
 def test_names_of_splits() -> None:
