@@ -29,7 +29,7 @@ from pycls_fast.data.choices import Augment
 from pycls_fast.data.crop import Interpolation
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS
-from pycls_fast.data.loader import make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
@@ -221,7 +221,7 @@ def ours(options: argparse.Namespace, source: Images, decoder: str, *, training:
             sampler = TrainSampler(
                 len(source), seed=0, global_batch_size=BATCH, start_step=start, total_steps=start + steps
             )
-        return make_loader(dataset, sampler, num_workers=options.workers)
+        return ImageLoader(dataset, sampler, num_workers=options.workers)
 
     return Arm(f"ours, {where or 'files'}, decode={decoder}", epoch)
 

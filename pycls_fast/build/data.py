@@ -17,7 +17,7 @@ from pycls_fast.data import native
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.decoders import DECODERS, SCALED_REGION, Decoder
-from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.prepare import Mixer, Prepare, PrepareOnHost, to_device
 from pycls_fast.data.sampling import EvalSampler, TrainSampler, order_of
 from pycls_fast.data.source import Opening
@@ -185,10 +185,11 @@ def for_scoring(config: RunConfig) -> RunConfig:
 def _loader(
     config: RunConfig, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, world: World, workers: int
 ) -> ImageLoader:
-    return make_loader(
+    return ImageLoader(
         dataset,
         sampler,
         num_workers=workers,
+        # From there copies to a CUDA device run asynchronously.
         pin_memory=world.device.type == "cuda",
         prefetch_factor=config.data.prefetch_factor,
         timeout_seconds=config.parallel.timeout_seconds,

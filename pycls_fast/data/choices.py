@@ -74,15 +74,13 @@ class Parquet(Files, name="parquet"):
         return open_parquet(root, self, self.image_column)
 
 
-class Hub(Source, name="hub"):
+class Hub(Files, name="hub"):
     """A dataset of the Hugging Face hub by name, or a folder written by `save_to_disk`."""
 
     train: Text | None = None
     """The hub's split for training, if not train."""
     val: Text | None = None
     """The hub's split for validation; null: the one with a usual name, unless train is given."""
-    label_column: Text = "label"
-    """The column, or the field of a tar's .json, that holds the classes."""
     image_column: Text | None = None
     """The column of Parquet or hub data that holds the images; null: the only one with images."""
     hub_config: Text | None = None
@@ -91,7 +89,7 @@ class Hub(Source, name="hub"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.hub import open_hub
 
-        return open_hub(root, self, **self.own())
+        return open_hub(root, self, self.image_column, self.hub_config)
 
 
 class Tar(Files, name="tar"):

@@ -160,14 +160,26 @@ def _without_side_effects() -> Iterator[None]:
 class Loader(DataLoader[Any]):
     """A DataLoader that raises exceptions which workers return, and says in one line why a worker has died."""
 
-    timeout_seconds = math.inf
-    """The longest wait for a batch of the workers."""
-    while_waiting: Callable[[], None] = staticmethod(lambda: None)
-    """Called every few seconds during a wait; may raise."""
-    stops_gracefully = True
-    """Whether workers finish their batch, for up to 5 s each, before they are killed: they may hold shared memory."""
-
-    def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch_factor: int = 2, **settings: Any) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_workers: int,
+        *,
+        prefetch_factor: int = 2,
+        timeout_seconds: float = math.inf,
+        while_waiting: Callable[[], None] = lambda: None,
+        stops_gracefully: bool = True,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            timeout_seconds: the longest wait for a batch of the workers.
+            while_waiting: called every few seconds during a wait; may raise.
+            stops_gracefully: whether workers finish their batch, for up to 5 s each, before they are killed: they may
+                hold shared memory.
+        """
+        self.timeout_seconds, self.while_waiting = timeout_seconds, while_waiting
+        self.stops_gracefully = stops_gracefully
         with _without_side_effects():
             super().__init__(
                 dataset,
@@ -210,12 +222,28 @@ class Loader(DataLoader[Any]):
 
 
 class ImageLoader(Loader):
-    """Batches of images; fetches remote shards ahead."""
+    """Yields `Batch` in the sampler's order, the same for any number of workers; remote shards are fetched ahead.
+
+    Raises, while iterating, a `UserError` for broken data, a dead worker or full shared memory.
+    """
+
+    def __init__(
+        self, dataset: ImageDataset, sampler: TrainSampler | EvalSampler, *, num_workers: int, **settings: Any
+    ) -> None:
+        """
+        Args:
+            num_workers: processes that read and decode, no more than there are batches; 0 for the calling process.
+            settings: of `Loader`, and of torch's DataLoader.
+        """
+        # More workers would be forked from a process with the device's memory mapped, and have nothing to do.
+        workers = min(num_workers, max(len(sampler), 1))
+        # Otherwise the loader would draw the workers' seeds from the global generator.
+        generator = torch.Generator().manual_seed(dataset.seed)
+        super().__init__(dataset, workers, batch_sampler=sampler, generator=generator, **settings)
+        self._source, self._sampler = dataset.source, sampler
 
     def _batches(self) -> Generator[Batch, None, None]:
-        source = self.dataset.source  # type: ignore[attr-defined]  # an `ImageDataset`
-        sampler: Any = self.batch_sampler
-        with fetch_ahead(source, sampler) as count_batch, closing(super()._batches()) as batches:
+        with fetch_ahead(self._source, self._sampler) as count_batch, closing(super()._batches()) as batches:
             for batch in batches:
                 count_batch()
                 yield batch
@@ -255,41 +283,6 @@ def _cause(error: Exception, workers: Sequence[BaseProcess]) -> str | None:
     )
 
 
-def make_loader(
-    dataset: ImageDataset,
-    sampler: TrainSampler | EvalSampler,
-    *,
-    num_workers: int,
-    pin_memory: bool = False,
-    prefetch_factor: int = 2,
-    timeout_seconds: float = 600.0,
-    while_waiting: Callable[[], None] = lambda: None,
-) -> ImageLoader:
-    """A loader of `Batch` in the sampler's order; what it yields does not depend on the number of workers.
-
-    Args:
-        num_workers: processes that read and decode, no more than there are batches; 0 for the calling process.
-        pin_memory: put batches into page-locked memory, from which copies to a CUDA device run asynchronously.
-        timeout_seconds, while_waiting: see `Loader`.
-
-    Raises:
-        UserError: while iterating, broken data, a dead worker or full shared memory.
-    """
-    # More workers would be forked from a process with the device's memory mapped, and have nothing to do.
-    num_workers = min(num_workers, max(len(sampler), 1))
-    loader = ImageLoader(
-        dataset,
-        num_workers,
-        prefetch_factor=prefetch_factor,
-        batch_sampler=sampler,
-        pin_memory=pin_memory,
-        # Otherwise the loader would draw the workers' seeds from the global generator.
-        generator=torch.Generator().manual_seed(dataset.seed),
-    )
-    loader.timeout_seconds, loader.while_waiting = timeout_seconds, while_waiting
-    return loader
-
-
 R = TypeVar("R")
 
 
@@ -314,10 +307,10 @@ def in_processes(
     workers = min(workers, len(jobs))
     # All jobs are handed out at once, so that none waits for a slow one before it.
     each = max(math.ceil(len(jobs) / max(workers, 1)), 2)
-    loader = Loader(_Jobs(function, source, jobs), workers if workers > 1 else 0, prefetch_factor=each, batch_size=None)
-    # A job may take minutes.
-    loader.stops_gracefully = False
-    return iter(loader)
+    workers = workers if workers > 1 else 0
+    # A job may take minutes: none is waited for at the end.
+    how: dict[str, Any] = {"prefetch_factor": each, "batch_size": None, "stops_gracefully": False}
+    return iter(Loader(_Jobs(function, source, jobs), workers, **how))
 
 
 def _already_collated(batch: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from pycls_fast.choice import Choice
 from pycls_fast.values import (
@@ -144,7 +144,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
 
 
 class Files(Source):
-    """A source of tables or shards."""
+    """A source of tables, shards or datasets with columns."""
 
     train: Text | None = None
     """The training files, if they do not have the usual names: a path, with `*` and `{000..146}`."""
@@ -152,10 +152,3 @@ class Files(Source):
     """The validation files, likewise."""
     label_column: Text = "label"
     """The column, or the field of a tar's .json, that holds the classes."""
-
-    @field_validator("val")
-    @classmethod
-    def _has_training_files(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("train") is None:
-            raise ValueError("given without data.train; give both, or neither")
-        return value

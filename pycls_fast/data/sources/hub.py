@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.data.source import Files, Source
+from pycls_fast.data.source import Files
 from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, one_of, refusing
@@ -48,26 +48,14 @@ def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, 
                 open_file(file, None).close()
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
-            opened[split] = _open_split(
-                f"{root} ({split})", dataset, image_column=image_column, label=data.label_column,
-                separator=data.label_separator, names=names, is_test=split == "test",
-            )  # fmt: skip
+            where, is_test = f"{root} ({split})", split == "test"
+            opened[split] = _open_split(where, dataset, data, image_column, is_test=is_test, names=names)
     return opened
 
 
-def open_hub(
-    name: str,
-    data: Source,
-    *,
-    train: str | None,
-    val: str | None,
-    image_column: str | None,
-    label_column: str,
-    hub_config: str | None,
-) -> dict[str, Images]:
+def open_hub(name: str, data: Files, image_column: str | None, hub_config: str | None) -> dict[str, Images]:
     """The parts of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
     `save_to_disk` wrote."""
-
     repository, _, revision = name.partition("@")
     opened: dict[str, Images] = {}
     with _datasets(name) as hf:
@@ -79,17 +67,15 @@ def open_hub(
         else:
             found = hf.load_dataset(repository, hub_config, revision=revision or None)
         loaded = dict(found) if isinstance(found, dict) else {"train": found}
-        named = {"train": train or "train"} | ({} if val is None else {"val": val})
-        if train is None and val is None:
+        named = {"train": data.train or "train"} | ({} if data.val is None else {"val": data.val})
+        if data.train is None and data.val is None:
             # The first validation split, else a test split, which is left out if it has no labels.
             other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
             named |= {} if other is None else {SPLIT_OF[other]: other}
         for own, split in named.items():
             one_of(f"data.{own}", split, sorted(loaded))
-            opened[own] = _open_split(
-                f"{name} ({split})", loaded[split], image_column=image_column, label=label_column,
-                separator=data.label_separator, names=None, is_test=own == "test",
-            )  # fmt: skip
+            where, is_test = f"{name} ({split})", own == "test"
+            opened[own] = _open_split(where, loaded[split], data, image_column, is_test=is_test)
     return opened
 
 
@@ -112,16 +98,15 @@ def _datasets(name: str) -> Iterator[Any]:
 def _open_split(
     where: str,
     dataset: Any,
-    *,
+    data: Files,
     image_column: str | None,
-    label: str,
-    separator: str | None,
-    names: Sequence[str] | None,
+    *,
     is_test: bool,
+    names: Sequence[str] | None = None,
 ) -> ArrowImages:
     """Class names take the place of the dataset's own; a test split may have no column of labels."""
+    label, features = data.label_column, dataset.features
     column = _image_column(where, dataset, image_column)
-    features = dataset.features
     if label in features:
         # Selected first: if the rows are picked by indices, all columns would be copied.
         values = dataset.select_columns([label]).with_format("arrow")[:].column(0).to_pylist()
@@ -132,7 +117,7 @@ def _open_split(
     kind = features.get(label)
     # That of the elements of a list.
     names = names or getattr(getattr(kind, "feature", kind), "names", None)
-    labels = name_classes(values, names=names, where=where, separator=separator)
+    labels = name_classes(values, names=names, where=where, separator=data.label_separator)
     images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, labels)
     with suppress(OSError, IndexError):
         # What Arrow cannot read at all is one error now; an image that is missing is skipped later.

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -153,22 +154,24 @@ def _scan(shard: str, label_field: str) -> list[_Found]:
     found = []
     try:
         with open_whole(shard) if is_remote(shard) else open_file(shard, None) as file:
-            for key, members in _samples(file):
-                found.append(_read_sample(key, members, label_field))
+            for key, members in groupby(_members(file), operator.attrgetter("key")):
+                found.append(_read_sample(key, list(members), label_field))
     # tarfile calls itself for each of several headers of one member.
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise UserError(f"{shard} cannot be read after {len(found):,} samples ({error}); download it again") from error
     return found
 
 
-_Member = tuple[str, int, int, bytes]
-"""Extension, offset and size of the content, and the content of small members that hold a label."""
+class _Member(NamedTuple):
+    key: str
+    extension: str
+    offset: int
+    size: int
+    label: bytes
+    """The content, if it is a label."""
 
 
-def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
-    """Runs of members with the same key."""
-    last: str | None = None
-    members: list[_Member] = []
+def _members(file: IO[bytes]) -> Iterator[_Member]:
     # "r:" refuses compressed files, in which one cannot seek to an image.
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
@@ -181,37 +184,26 @@ def _samples(file: IO[bytes]) -> Iterator[tuple[str, list[_Member]]]:
             if not member.isfile() or match is None or Path(member.name).name[0] == ".":
                 continue
             key, extension = match[1], match[2].lower()
-            if key != last and members:
-                yield str(last), members
-                members = []
-            last = key
-            content = b""
             if member.issparse():
                 raise tarfile.ReadError(f"{member.name} is sparse, so its bytes are not in the file")
-            if member.size > IMAGE_BYTES:
+            is_label = extension in ("cls", "json")
+            if member.size > (_LABEL_BYTES if is_label else IMAGE_BYTES):
                 raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
-            if extension in ("cls", "json"):
-                if member.size > _LABEL_BYTES:
-                    raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
-                extracted = tar.extractfile(member)
-                content = extracted.read() if extracted is not None else b""
-            members.append((extension, member.offset_data, member.size, content))
+            content = tar.extractfile(member) if is_label else None
+            yield _Member(key, extension, member.offset_data, member.size, content.read() if content else b"")
         # tarfile takes a truncated header for the end of the archive.
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("there is no end mark")
-        if members:
-            yield str(last), members
 
 
 def _read_sample(key: str, members: Sequence[_Member], label_field: str) -> _Found:
-    images = [(offset, size) for extension, offset, size, _ in members if f".{extension}" in EXTENSIONS]
+    images = [(member.offset, member.size) for member in members if f".{member.extension}" in EXTENSIONS]
+    labels = {member.extension: member.label for member in members}
     if len(images) != 1:
-        extensions = ", ".join(extension for extension, *_ in members)
-        raise ValueError(f"sample {key} has {len(images)} images, expected one (members: {extensions})")
-    contents = {extension: content for extension, _, _, content in members}
+        raise ValueError(f"sample {key} has {len(images)} images, expected one (members: {', '.join(labels)})")
     try:
-        label = contents.get("cls", b"").decode().strip() or parse_json(contents.get("json", b"{}")).get(label_field)
+        label = labels.get("cls", b"").decode().strip() or parse_json(labels.get("json", b"{}")).get(label_field)
     except (ValueError, AttributeError) as error:
         raise ValueError(f"the label of sample {key} is damaged ({error})") from error
     return _Found(os.fsencode(key), *images[0], label)

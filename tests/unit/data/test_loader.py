@@ -26,7 +26,7 @@ from torch.utils.data._utils import signal_handling
 from pycls_fast.data import dataset
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.policies import RandAugment
 from pycls_fast.data.sampling import EvalSampler, Key, TrainSampler
 from pycls_fast.data.sources.arrays import SyntheticImages
@@ -66,7 +66,7 @@ def damaged_folder(tmp_path: Path) -> FileImages:
 def train_loader(source: FileImages | SyntheticImages, num_workers: int, **options: int) -> ImageLoader:
     dataset = ImageDataset(source, TRAIN, seed=5, training=True)
     sampler = TrainSampler(len(dataset), seed=5, global_batch_size=6, **{"total_steps": 7, **options})
-    return make_loader(dataset, sampler, num_workers=num_workers)
+    return ImageLoader(dataset, sampler, num_workers=num_workers)
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileIm
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_damaged_evaluation_images_are_left_out(damaged_folder: FileImages, num_workers: int) -> None:
     dataset = ImageDataset(damaged_folder, EVAL, training=False)
-    loader = make_loader(dataset, EvalSampler(len(dataset), batch_size=3), num_workers=num_workers)
+    loader = ImageLoader(dataset, EvalSampler(len(dataset), batch_size=3), num_workers=num_workers)
     batches = list(loader)
     assert [len(batch) for batch in batches] == [3, 1, 3, 3, 3, 3, 1]
     seen = [index for batch in batches for index in batch.indices_B.tolist()]
@@ -334,7 +334,7 @@ def test_workers_leave_signals_to_the_main_process() -> None:
 LEFT_RUNNING = """
 import sys
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.loader import make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.choices import Augment
@@ -342,7 +342,7 @@ from pycls_fast.data.transforms import TrainTransform
 
 dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TrainTransform(Augment(), image_size=16), training=True)
 sampler = TrainSampler(20, seed=0, global_batch_size=6, total_steps=1000)
-iterator = iter(make_loader(dataset, sampler, num_workers=2))
+iterator = iter(ImageLoader(dataset, sampler, num_workers=2))
 next(iterator)
 sys.exit(3)
 """
@@ -361,6 +361,6 @@ def test_a_program_can_end_while_workers_run() -> None:
 def test_pinned_batches(num_workers: int) -> None:
     dataset = ImageDataset(SyntheticImages(20, 20, 3, seed=1), TRAIN, seed=5, training=True)
     sampler = TrainSampler(20, seed=5, global_batch_size=6, total_steps=7)
-    batches = list(make_loader(dataset, sampler, num_workers=num_workers, pin_memory=True))
+    batches = list(ImageLoader(dataset, sampler, num_workers=num_workers, pin_memory=True))
     assert all(batch.images_BHWC.is_pinned() and batch.labels_B.is_pinned() for batch in batches)
     assert_same(batches, list(train_loader(SyntheticImages(20, 20, 3, seed=1), 0)))

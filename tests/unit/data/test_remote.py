@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.loader import ImageLoader, make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources import remote
 from pycls_fast.data.sources.base import Images, Subset
@@ -260,7 +260,7 @@ def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: 
 def loader_of(source: Images, workers: int) -> ImageLoader:
     dataset = ImageDataset(source, EvalTransform(Augment(), image_size=16), training=True, repeats=2)
     sampler = TrainSampler(len(source), seed=1, global_batch_size=4, total_steps=9, repeats=2)
-    return make_loader(dataset, sampler, num_workers=workers)
+    return ImageLoader(dataset, sampler, num_workers=workers)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
-from pycls_fast.data.loader import make_loader
+from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.arrays import DatasetImages
@@ -121,7 +121,7 @@ def test_a_source_goes_to_other_processes(layouts: dict[str, dict[str, Images]],
     def batches(workers: int) -> list[tuple[list[int], list[int], bytes]]:
         transform = TrainTransform(Augment(), image_size=8)
         sampler = TrainSampler(count, seed=1, global_batch_size=4, total_steps=2 * (count // 4))
-        loader = make_loader(ImageDataset(source, transform, training=True), sampler, num_workers=workers)
+        loader = ImageLoader(ImageDataset(source, transform, training=True), sampler, num_workers=workers)
         return [(b.indices_B.tolist(), b.labels_B.tolist(), b.images_BHWC.numpy().tobytes()) for b in loader]
 
     alone, shared = batches(0), batches(2)
