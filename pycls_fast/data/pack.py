@@ -67,21 +67,30 @@ def pack(source: Images, folder: Path, settings: PackSettings, *, workers: int, 
     """
     plan = _plan(source, settings)
     with refusing(f"output: {folder} cannot be written", use="run the same command again to resume"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / _PLAN
+        if not any(folder.iterdir()):
+            file.write_text(json.dumps(plan))
         if is_packed(folder):
-            packed = PackedImages(folder)
-            _check_plan(folder, packed.about["plan"], plan)
-            # A kill may have left them.
-            _remove_parts(folder)
-            return packed
-        _begin(folder, plan)
-        shards = shards_of(len(source))
-        left = [number for number in range(len(shards)) if not _part(folder, number).is_file()]
-        work = partial(_pack_shard, folder=folder, settings=settings, shards=shards)
-        with progress(title, len(source), "images") as advance:
-            advance(len(source) - sum(len(shards[number]) for number in left))
-            for count in in_processes(work, source, left, workers):
-                advance(count)
-        _finish(source, folder, plan, settings, len(shards))
+            begun = PackedImages(folder).about["plan"]
+        else:
+            begun = json.loads(file.read_text()) if file.is_file() else None
+        if begun != plan:
+            raise UserError(
+                f"output: {folder} holds something else, or a packing of other names, labels or settings; remove it, "
+                "or choose another"
+            )
+        if not is_packed(folder):
+            shards = shards_of(len(source))
+            left = [number for number in range(len(shards)) if not _part(folder, number).is_file()]
+            work = partial(_pack_shard, folder=folder, settings=settings, shards=shards)
+            with progress(title, len(source), "images") as advance:
+                advance(len(source) - sum(len(shards[number]) for number in left))
+                for count in in_processes(work, source, left, workers):
+                    advance(count)
+            _finish(source, folder, plan, settings, len(shards))
+        # Of a finished packing, too: a kill may have left them.
+        _remove_parts(folder)
         return PackedImages(folder)
 
 
@@ -101,23 +110,6 @@ def _plan(source: Images, settings: PackSettings) -> str:
     names += [] if source.label_sets is None else [checksum(source.label_sets)]
     about = json.dumps([asdict(settings), len(source), checksum(source.labels), names])
     return hashlib.sha256(about.encode()).hexdigest()
-
-
-def _begin(folder: Path, plan: str) -> None:
-    """Write the plan of a new packing, or check that the one begun here has this plan."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / _PLAN
-    if not any(folder.iterdir()):
-        file.write_text(json.dumps(plan))
-    _check_plan(folder, json.loads(file.read_text()) if file.is_file() else "", plan)
-
-
-def _check_plan(folder: Path, packed: str, plan: str) -> None:
-    if packed != plan:
-        raise UserError(
-            f"output: {folder} holds something else, or a packing of other names, labels or settings; remove it, or "
-            "choose another"
-        )
 
 
 def _pack_shard(source: Images, number: int, *, folder: Path, settings: PackSettings, shards: Sequence[range]) -> int:
@@ -183,29 +175,28 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
     parts = [read_arrays(_part(folder, number)) for number in range(shards)]
     damaged = [(name, reason) for _, found in parts for name, reason in found]
     table = np.concatenate([arrays["table"] for arrays, _ in parts])
-    if len(table):
-        indices = np.concatenate([arrays["indices"] for arrays, _ in parts]).tolist()
-        # Without the folders that all names share, which mean nothing elsewhere.
-        above = _common_start([source.name(0), source.name(len(source) - 1)])
-        names = Texts.of(os.fsencode(source.name(index).removeprefix(above)) for index in indices)
-        about = {
-            "version": VERSION,
-            "how": settings.describe(),
-            "plan": plan,
-            "damaged": damaged,
-            "shards": [len(arrays["table"]) for arrays, _ in parts],
-            "classes": list(source.classes),
-            **asdict(settings),
-        }
-        arrays = {"table": table, "names": names.data, "name_ends": names.ends}
-        arrays |= {} if source.label_sets is None else {"sets": source.label_sets}
-        write_arrays(folder / INDEX, arrays, about)
-    _remove_parts(folder)
     if not len(table):
         # The same command can then read them again, once the disk is mounted or readable.
+        _remove_parts(folder)
         for number in range(shards):
             shard_file(folder, number).unlink()
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))
+    indices = np.concatenate([arrays["indices"] for arrays, _ in parts]).tolist()
+    # Without the folders that all names share, which mean nothing elsewhere.
+    above = _common_start([source.name(0), source.name(len(source) - 1)])
+    names = Texts.of(os.fsencode(source.name(index).removeprefix(above)) for index in indices)
+    about = {
+        "version": VERSION,
+        "how": settings.describe(),
+        "plan": plan,
+        "damaged": damaged,
+        "shards": [len(arrays["table"]) for arrays, _ in parts],
+        "classes": list(source.classes),
+        **asdict(settings),
+    }
+    arrays = {"table": table, "names": names.data, "name_ends": names.ends}
+    arrays |= {} if source.label_sets is None else {"sets": source.label_sets}
+    write_arrays(folder / INDEX, arrays, about)
 
 
 def _remove_parts(folder: Path) -> None:

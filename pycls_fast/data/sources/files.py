@@ -314,10 +314,10 @@ def _split_label(label: object, separator: str) -> list[object]:
     return [part for part in parts if str(part).strip()]
 
 
-def read_class_list(root: str) -> tuple[str, ...] | None:
+def read_class_list(root: str) -> list[str] | None:
     """The names in `classes.txt` beside the data, one per line, if there is one."""
     file = (Path(root) if Path(root).is_dir() else Path(root).parent) / "classes.txt"
-    return None if is_remote(root) or not file.is_file() else tuple(read_lines(file))
+    return None if is_remote(root) or not file.is_file() else read_lines(file)
 
 
 def read_lines(file: Path) -> list[str]:

@@ -81,12 +81,15 @@ def list_files(address: str) -> list[str]:
     return sorted(files.unstrip_protocol(name) for name in found)
 
 
-def stamp_of(address: str) -> list[Any]:
-    """Address, size and version, as far as the file system has one: changes when the file does."""
-    files, path = file_system(address)
-    about = attempt(f"asking for {address}", lambda: files.info(path))
+def stamp_of(place: str) -> list[Any]:
+    """Path or address, size and version, as far as the file system has one: changes when the file does."""
+    if not is_remote(place):
+        status = Path(place).stat()
+        return [place, status.st_size, status.st_mtime_ns]
+    files, path = file_system(place)
+    about = attempt(f"asking for {place}", lambda: files.info(path))
     versions = (about.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created"))
-    return [address, about.get("size"), next((str(version) for version in versions if version is not None), "")]
+    return [place, about.get("size"), next((str(version) for version in versions if version is not None), "")]
 
 
 def open_whole(address: str) -> Any:

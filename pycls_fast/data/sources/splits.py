@@ -81,17 +81,14 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
             f"{where}: a single image in the class {first_few(alone)}; splitting off a validation set takes two: add "
             "images, remove the class or provide a validation split"
         )
-    # Positions class after class, each class in the source's order.
-    in_order = bool(np.all(labels[:-1] <= labels[1:]))
-    by_class = None if in_order else np.argsort(labels, kind="stable")
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
     hashes = source.name_hashes()
     is_val = np.zeros(len(source), dtype=bool)
-    ends = np.cumsum(counts)
     folds, fold = data.folds, data.fold
-    for name, count, end in zip(classes, counts.tolist(), ends.tolist(), strict=True):
+    for name, own in zip(classes, by_class, strict=True):
+        count = len(own)
         if count == 0:
             continue
-        own = slice(end - count, end) if by_class is None else by_class[end - count : end]
         # Seeded by the class's name, so that adding a class leaves the split of the others as it was.
         seed = counter_seed(data.split_seed, zlib.crc32(os.fsencode(name)))
         size = min(max(int(count * data.val_fraction + 0.5), 1), count - 1)
@@ -101,8 +98,7 @@ def split_at_random(source: Images, data: Source, *, where: str) -> dict[str, Im
             order = np.argsort(mixed(hashes[own] + np.uint64(seed)), kind="stable")
         # Shifted by a number of the class, so that larger parts are not all in the first folds.
         held_out = order[:size] if folds is None else _fold(order, folds, fold + seed, spread=hashes is None)
-        chosen = end - count + held_out
-        is_val[chosen if by_class is None else by_class[chosen]] = True
+        is_val[own[held_out]] = True
     if not is_val.any():
         raise UserError(f"data.fold: no image of {where} is in fold {fold}; use fewer than data.folds={folds}")
     train, val = (Subset(source, np.flatnonzero(side), drawn=True) for side in (~is_val, is_val))

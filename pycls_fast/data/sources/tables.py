@@ -27,6 +27,7 @@ from pycls_fast.data.sources.files import (
     read_class_list,
 )
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
+from pycls_fast.data.sources.remote import stamp_of
 from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
@@ -56,14 +57,13 @@ def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str)
         if len(found) > 1:
             raise UserError(f"{place}: {found[0]} and {found[1]} are both tables of {split}; choose with data.train=")
         path = Path(found[0])
-        status = path.stat()
-        stamp: dict[str, Any] = {"size": status.st_size, "time": status.st_mtime_ns, "separator": data.label_separator}
-        stamp |= {"columns": [path_column, data.label_column], "classes": None if names is None else list(names)}
+        stamp = {"files": stamp_of(found[0]), "label": data.label_column, "separator": data.label_separator}
+        stamp |= {"path": path_column, "classes": names}
         index = load_or_build(
             path.absolute(),
             "manifest",
             CachePolicy.of(data, how),
-            build=partial(_read_table, path, names, stamp, is_test=split == "test"),
+            build=partial(_read_table, path, stamp, is_test=split == "test"),
             is_fresh=partial(operator.eq, stamp),
         )
         source = opened[split] = FileImages(base, index.names, index.labels)
@@ -73,11 +73,10 @@ def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str)
     return opened
 
 
-def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], *, is_test: bool) -> Index:
+def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
     reader = _read_parquet if path.suffix.lower() == ".parquet" else _read_csv
     table: dict[str, Sequence[Any]] = dict(reader(path))
-    path_column, label_column = stamp["columns"]
-    separator = stamp["separator"]
+    path_column, label_column, separator = stamp["path"], stamp["label"], stamp["separator"]
     if separator is not None and path_column in table and label_column not in table:
         table |= _labels_from_columns(table, label_column)
     if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
@@ -94,7 +93,7 @@ def _read_table(path: Path, names: Sequence[str] | None, stamp: dict[str, Any], 
         if all(label in NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
-    found = name_classes(labels, names=names, where=str(path), separator=separator)
+    found = name_classes(labels, names=stamp["classes"], where=str(path), separator=separator)
     texts = Texts.of(os.fsencode(str(own)) for own in paths)
     return Index(texts, found, stamp, {} if splits is None else {"splits": splits})
 

@@ -104,26 +104,18 @@ def open_tars(
     opened: dict[str, Images] = {}
     for split, shards in find_files(root, (".tar",), data).items():
         with ThreadPoolExecutor(_THREADS) as pool:
-            stamps = list(pool.map(_stamp, shards))
-        stamp: dict[str, Any] = {"shards": stamps, "label": data.label_column, "separator": data.label_separator}
-        stamp["classes"] = None if names is None else list(names)
+            stamps = list(pool.map(stamp_of, shards))
+        stamp = {"files": stamps, "label": data.label_column, "separator": data.label_separator, "classes": names}
         index = load_or_build(
             root if is_remote(root) else Path(root).absolute(),
             f"tars_{split}",
             # Reading the headers takes longer than a list of files: over the network as long as reading the shards.
             CachePolicy.of(data, how, 0 if is_remote(shards[0]) else _SMALLEST),
-            build=partial(_build, root, shards, names, stamp),
+            build=partial(_build, root, stamp),
             is_fresh=partial(operator.eq, stamp),
         )
         opened[split] = TarImages(root, stamps, index, cache)
     return opened
-
-
-def _stamp(shard: str) -> list[Any]:
-    if is_remote(shard):
-        return stamp_of(shard)
-    status = Path(shard).stat()
-    return [shard, status.st_size, status.st_mtime_ns]
 
 
 class _Found(NamedTuple):
@@ -135,16 +127,17 @@ class _Found(NamedTuple):
     label: object
 
 
-def _build(root: str, shards: Sequence[str], names: Sequence[str] | None, stamp: dict[str, Any]) -> Index:
+def _build(root: str, stamp: dict[str, Any]) -> Index:
     samples: list[_Found] = []
     ends = []
+    shards = [shard for shard, *_ in stamp["files"]]
     with ThreadPoolExecutor(_THREADS) as pool, progress(f"index {root}", len(shards), "shards") as advance:
         for found in pool.map(lambda shard: _scan(shard, stamp["label"]), shards):
             samples += found
             ends.append(len(samples))
             advance(1)
     said = [sample.label for sample in samples]
-    labels = name_classes(said, names=names, where=root, separator=stamp["separator"])
+    labels = name_classes(said, names=stamp["classes"], where=root, separator=stamp["separator"])
     places = np.array([(sample.offset, sample.size) for sample in samples], dtype=np.int64).reshape(-1, 2)
     more = {"places": places, "block_ends": np.array(ends, dtype=np.int64)}
     return Index(Texts.of(sample.key for sample in samples), labels, stamp, more)
