@@ -16,22 +16,19 @@ import argparse
 import gc
 import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from turns import Clock, Contender, add_clock, around_median, clock_of, take_turns
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
-from pycls_fast.ledger.report.statistics import Speedup, paired_ratio, spread
 from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.parallel.wrap import place_model
@@ -69,11 +66,6 @@ class Peer:
         words = [self.precision, f"{self.attention} attention", self.memory_format, "compiled" * self.compiled]
         return "timm, " + ", ".join(word for word in words if word)
 
-    @property
-    def keeps_float32(self) -> bool:
-        """Whether the optimizer changes float32 weights."""
-        return self.precision != "bfloat16"
-
 
 # Every pair of 16-bit format and attention, eager and compiled, beside float32.
 HALVES = list(product(("autocast", "bfloat16"), (False, True)))
@@ -89,31 +81,21 @@ RESNET_PEERS = (
 )
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model: its experiment, its name in timm, the settings to try, and the target ratios."""
-
-    config: str
-    timm: str
-    peers: Sequence[Peer]
-    over_peer: float
-    over_reference: float
-
-
-SUBJECTS: Mapping[str, Subject] = {
-    "vit_s16": Subject("vit_s16", "vit_small_patch16_224", VIT_PEERS, 1.15, 2.5),
-    "vit_ti16": Subject("vit_ti16", "vit_tiny_patch16_224", VIT_PEERS, 1.15, 2.5),
-    "resnet50": Subject("resnet50", "resnet50", RESNET_PEERS, 1.0, 1.8),
-    "resnet18": Subject("resnet18", "resnet18", RESNET_PEERS, 1.0, 1.8),
+# By experiment: the model's name in timm, and the settings to try.
+SUBJECTS: Mapping[str, tuple[str, Sequence[Peer]]] = {
+    "vit_s16": ("vit_small_patch16_224", VIT_PEERS),
+    "vit_ti16": ("vit_tiny_patch16_224", VIT_PEERS),
+    "resnet50": ("resnet50", RESNET_PEERS),
+    "resnet18": ("resnet18", RESNET_PEERS),
 }
 
 # speed=reference in float32 is the reference; the others have the fastest switches.
-OURS: Mapping[str, tuple[str, ...]] = {
-    "speed=reference precision=fp32": ("speed=reference", "precision=fp32"),
-    "speed=fast precision=fp32": ("speed=fast", "precision=fp32"),
-    "speed=fast precision=amp_bf16": ("speed=fast", "precision=amp_bf16"),
-    "speed=fast precision=bf16_params": ("speed=fast", "precision=bf16_params"),
-}
+OURS = (
+    "speed=reference precision=fp32",
+    "speed=fast precision=fp32",
+    "speed=fast precision=amp_bf16",
+    "speed=fast precision=bf16_params",
+)
 # Only the network: no erasing, mixing, drop-path or label smoothing, which the plain loop does not have.
 PLAIN = (
     "data=synthetic", "augment=none", "model.drop_path=0", "loss.label_smoothing=0", "optim=adamw", f"optim.lr={LR}",
@@ -122,19 +104,10 @@ PLAIN = (
 )  # fmt: skip
 
 
-def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size: int = 224) -> tuple[Step, RunConfig]:
+def our_step(name: str, settings: str, batch: int, image_size: int) -> Step:
     """The step of `tools/train_net.py` on one batch of uint8 images."""
-    config = load_config(
-        subject.config,
-        [
-            *PLAIN,
-            *overrides,
-            f"data.global_batch_size={batch}",
-            f"data.image_size={image_size}",
-            f"model.num_classes={CLASSES}",
-        ],
-    )
-    world = ALONE
+    sizes = [f"data.global_batch_size={batch}", f"data.image_size={image_size}", f"model.num_classes={CLASSES}"]
+    config, world = load_config(name, [*PLAIN, *settings.split(), *sizes]), ALONE
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
     network = build.model(config, CLASSES, switches)
@@ -144,10 +117,10 @@ def our_step(subject: Subject, overrides: Sequence[str], batch: int, image_size:
         batch, config.data.image_size, CLASSES, erase_probability=0.0, seed=1, device=world.device,
         host=build.prepare_on_host(config, switches),
     )  # fmt: skip
-    return lambda: trainer([images]), config
+    return lambda: trainer([images])
 
 
-def peer_step(name: str, peer: Peer, batch: int, image_size: int = 224) -> Step:
+def peer_step(name: str, peer: Peer, batch: int, image_size: int) -> Step:
     """timm's model in a plain loop: forward, cross-entropy, backward, fused AdamW."""
     import timm
     from timm.layers import set_fused_attn
@@ -176,117 +149,60 @@ def peer_step(name: str, peer: Peer, batch: int, image_size: int = 224) -> Step:
     return step
 
 
-@dataclass
-class Contender:
-    """A step with the seconds of each of its turns."""
-
-    name: str
-    step: Step
-    about: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    is_warm: bool = False
-
-    @property
-    def median(self) -> float:
-        """Seconds."""
-        return statistics.median(self.seconds)
-
-
-def take_turns(contenders: Sequence[Contender], rounds: int, clock: Callable[[], float]) -> None:
-    """Run each once per round, in alternating order, so that a drift affects all of them equally."""
-    for contender in contenders:
-        for _ in range(0 if contender.is_warm else WARMUP):
-            contender.step()
-        contender.is_warm = True
-    for done in range(rounds):
-        for contender in contenders if done % 2 == 0 else contenders[::-1]:
-            begin = clock()
-            contender.step()
-            contender.seconds.append(clock() - begin)
-
-
-def best_peers(subject: Subject, options: argparse.Namespace, clock: Callable[[], float]) -> list[Contender]:
-    """Every setting of the plain loop, the fastest first, with the times of the selection rounds."""
+def measure(name: str, options: argparse.Namespace, clock: Clock) -> tuple[list[Contender], dict[str, float]]:
+    """The turns of ours and of the selected peers, and the seconds of all peers in the selection, the fastest first."""
+    timm_name, settings = SUBJECTS[name]
+    sizes = options.batch, options.image_size
     peers = [
-        Contender(peer.name, peer_step(subject.timm, peer, options.batch, options.image_size), asdict(peer))
-        for peer in subject.peers
+        Contender(peer.name, peer_step(timm_name, peer, *sizes))
+        for peer in settings
         if not (peer.compiled and options.no_compile)
     ]
-    take_turns(peers, options.choosing_rounds, clock)
-    return sorted(peers, key=lambda peer: peer.median)
-
-
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Select the peers and time them in turns with ours; returns the record."""
-    subject = SUBJECTS[name]
-    clock = time.process_time if options.clock == "process" else time.perf_counter
-    peers = best_peers(subject, options, clock)
-    tried = [{"name": peer.name, "seconds": list(peer.seconds), **peer.about} for peer in peers]
-    of_all = peers[0]
-    with_float32 = next(peer for peer in peers if peer.about["precision"] != "bfloat16")
-    chosen = [with_float32] if of_all is with_float32 else [with_float32, of_all]
-    # Free the weights and optimizer states of the others.
-    del peers
+    take_turns(peers, options.choosing_rounds, clock, warmup=WARMUP)
+    tried = {peer.name: statistics.median(peer.seconds) for peer in peers}
+    peers.sort(key=lambda peer: tried[peer.name])
+    of_all, with_float32 = peers[0], next(peer for peer in peers if not peer.name.startswith("timm, bfloat16"))
+    # The weights and optimizer states of the others are freed.
+    peers = [with_float32] if of_all is with_float32 else [with_float32, of_all]
     gc.collect()
-    for peer in chosen:
+    for peer in peers:
         peer.seconds.clear()
-    ours = []
-    for label, overrides in OURS.items():
-        step, config = our_step(subject, overrides, options.batch, options.image_size)
-        ours.append(Contender(label, step, {"precision": config.precision.name, "speed": config.speed.preset}))
-    everyone = [*ours, *chosen]
-    take_turns(everyone, options.rounds, clock)
-    return {
-        "model": name,
-        "timm": subject.timm,
-        "bars": {"over_peer": subject.over_peer, "over_reference": subject.over_reference},
-        "tried": tried,
-        "peers": [peer.name for peer in chosen],
-        "results": [
-            {"name": one.name, **one.about, "seconds": one.seconds, "seconds_p50": one.median} for one in everyone
-        ],
-    }
+    everyone = [*(Contender(each, our_step(name, each, *sizes)) for each in OURS), *peers]
+    take_turns(everyone, options.rounds, clock, warmup=WARMUP)
+    return everyone, dict(sorted(tried.items(), key=lambda item: item[1]))
 
 
-def ratio(record: Mapping[str, Any], faster: str, than: str) -> Speedup:
-    """How many times faster one contender is than another, in pairs within each round."""
-    seconds = {result["name"]: result["seconds"] for result in record["results"]}
-    return paired_ratio([1 / s for s in seconds[than]], [1 / s for s in seconds[faster]])
-
-
-def tables(record: Mapping[str, Any], batch: int) -> list[str]:
-    """The record of one model as Markdown."""
-    reference, *_ = OURS
-    peers = record["peers"]
-    heads = [f"over {name}" for name in (reference, *peers)]
+def table(name: str, everyone: Sequence[Contender], tried: Mapping[str, float], batch: int) -> str:
+    """The turns of one model as Markdown."""
+    others = [everyone[0], *everyone[len(OURS) :]]
     lines = [
-        f"## {record['model']}, batch {batch}",
+        f"## {name}, batch {batch}",
         "",
-        f"| step | ms, median (p10 to p90) | images/s | {' | '.join(heads)} |",
-        f"|---|---|---|{'---|' * len(heads)}",
+        f"| step | ms, median (p10 to p90) | images/s | {' | '.join(f'over {other.name}' for other in others)} |",
+        f"|---|---|---|{'---|' * len(others)}",
     ]
-    for result in record["results"]:
-        times = spread([1e3 * s for s in result["seconds"]])
-        cells = [speed_text(ratio(record, result["name"], than)) for than in (reference, *peers)]
-        lines.append(
-            f"| {result['name']} | {times.p50:.0f} ({times.p10:.0f} to {times.p90:.0f}) | "
-            f"{batch / result['seconds_p50']:.1f} | {' | '.join(cells)} |"
-        )
+    for each in everyone:
+        cells = [
+            around_median([1e3 * s for s in each.seconds]),
+            f"{batch / statistics.median(each.seconds):.1f}",
+            *(speed_text(each.over(other)) for other in others),
+        ]
+        lines.append(f"| {each.name} | {' | '.join(cells)} |")
     lines += ["", "Settings of the plain loop that were tried, with their medians in the selection rounds:", ""]
     lines += ["| setting | ms |", "|---|---|"]
-    lines += [f"| {peer['name']} | {1e3 * statistics.median(peer['seconds']):.0f} |" for peer in record["tried"]]
-    return [*lines, ""]
+    lines += [f"| {peer} | {1e3 * seconds:.0f} |" for peer, seconds in tried.items()]
+    return "\n".join([*lines, ""])
 
 
-def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
-    """The page as text."""
-    lines = [
+def heading(options: argparse.Namespace) -> str:
+    """What all tables have in common."""
+    return "\n".join([
         "# The training step on a CPU, beside timm's model in a plain loop",
         "",
         *provenance_lines(torch.device("cpu")),
         "",
-        f"{CLOCKS[options.clock]} of a step, {options.rounds} rounds in turns in one process. A cell is the geometric "
-        "mean of the ratios within a round and its 95% interval; above 1 is faster.",
+        f"{'CPU' if options.clock == 'process' else 'Wall'} time of a step, {options.rounds} rounds in turns in one "
+        "process. A cell is the geometric mean of the ratios within a round and its 95% interval; above 1 is faster.",
         "",
         "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
         "uint8 images, follows a schedule and computes the gradient norm.",
@@ -295,52 +211,37 @@ def page(records: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> s
         "`bfloat16` has neither float32 weights nor float32 optimizer state.",
         "- Process-wide settings (`speed.allocator`) speed up the plain loop as well.",
         "",
-    ]
-    for record in records:
-        lines += tables(record, options.batch)
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="vit_s16,resnet50", help=f"any of {','.join(SUBJECTS)}")
+def main() -> None:
+    """Measure, print and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["vit_s16", "resnet50"], choices=SUBJECTS)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=224, help="use a smaller one to try out this file")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--choosing-rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: one per core)")
-    clocks = "process: CPU time, for one thread on a shared machine"
-    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help=clocks)
+    add_clock(parser)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled settings of the plain loop")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu_step.md and cpu_step.json")
-    options = parser.parse_args(arguments)
-    unknown = set(options.models.split(",")) - set(SUBJECTS)
-    if unknown:
-        parser.error(f"--models: {', '.join(sorted(unknown))}: unknown; use any of {', '.join(SUBJECTS)}")
-    if options.clock == "process" and options.threads != 1:
-        parser.error("--clock process: adds up all threads; use it with --threads 1")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the results."""
-    options = parse(arguments)
+    options = parser.parse_args()
+    clock = clock_of(parser, options, is_alone=options.threads == 1, use="--threads 1")
     if options.threads:
         torch.set_num_threads(options.threads)
-    machine = environment(torch.device("cpu"), 1)
-    records = []
-    for name in options.models.split(","):
-        records.append(measure(name, options))
-        print("\n".join(tables(records[-1], options.batch)), flush=True)
+    text, records = [heading(options)], {}
+    for name in options.models:
+        everyone, tried = measure(name, options, clock)
+        text.append(table(name, everyone, tried, options.batch))
+        print(text[-1], flush=True)
+        records[name] = {each.name: each.seconds for each in everyone}
         gc.collect()
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cpu_step.md").write_text(page(records, options), encoding="utf-8")
-    shown = {key: value if isinstance(value, (int, str)) else str(value) for key, value in vars(options).items()}
-    whole = {"settings": shown, "environment": machine, "models": records}
+    (options.out / "cpu_step.md").write_text("\n".join(text), encoding="utf-8")
+    whole = {"environment": environment(torch.device("cpu"), 1), "seconds": records}
     (options.out / "cpu_step.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,13 +17,14 @@ import json
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from turns import Contender, add_clock, around_median, clock_of, take_turns
 
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.crop import Interpolation
@@ -36,7 +37,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
-from pycls_fast.ledger.report.statistics import paired_ratio, spread
+from pycls_fast.ledger.report.statistics import spread
 from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.train.environment import environment, provenance_lines
 
@@ -44,29 +45,19 @@ SIZE, SHORT_SIDE = 224, 320
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REFERENCE, TIMM = "torchvision preset", "timm create_loader"
 BATCH = 50
-TIMES = {"wall": "wall", "process": "CPU time of the process, since the machine had other work"}
-
-
-@dataclass
-class Arm:
-    """One pipeline: a function that yields an epoch's batches, and the images per second of each round."""
-
-    name: str
-    epoch: Callable[[], Iterable[Any]]
-    rates: list[float] = field(default_factory=list)
-
-    def measure(self, images: int, clock: Callable[[], float]) -> None:
-        """Time one whole epoch."""
-        start = clock()
-        for _ in self.epoch():
-            pass
-        self.rates.append(images / (clock() - start))
 
 
 def main() -> None:
     """Measure, print, write Markdown and JSON."""
-    options = read_options()
-    clock = time.process_time if options.clock == "process" else time.perf_counter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("path", type=Path, help="class folders of JPEGs")
+    parser.add_argument("--workers", type=int, default=1, help="loading processes; 0: load in this one")
+    parser.add_argument("--rounds", type=int, default=7)
+    add_clock(parser)
+    parser.add_argument("--interpolation", choices=("bilinear", "bicubic"), default="bilinear")
+    parser.add_argument("--out", type=Path, help="a Markdown file; the JSON is written beside it")
+    options = parser.parse_args()
+    clock = clock_of(parser, options, is_alone=options.workers == 0, use="--workers 0")
     torch.set_num_threads(1)
     # Unrelated ones of the libraries.
     warnings.simplefilter("ignore")
@@ -78,39 +69,24 @@ def main() -> None:
             "Evaluation: resize to 256, centre crop": eval_arms(options, files, packed),
         }
         for arms in tables.values():
-            for repeat in range(-1, options.rounds):
-                for arm in arms if repeat % 2 else reversed(arms):
-                    arm.measure(len(files), clock)
-                if repeat < 0:
-                    for arm in arms:
-                        arm.rates.clear()
+            take_turns(arms, options.rounds, clock, warmup=1)
         memory = memory_rate(packed["raw"])
-    text = heading(options, files) + "".join(table(title, arms) for title, arms in tables.items())
-    text += raw_share(next(iter(tables.values())), memory)
+    text = heading(options, files) + "".join(table(title, arms, len(files)) for title, arms in tables.items())
+    text += raw_share(rates(tables["Training: RandomResizedCrop, flip"][-1], len(files)), memory)
     print(text)
     if options.out is not None:
         options.out.write_text(text)
-        options.out.with_suffix(".json").write_text(json.dumps(record(options, tables, memory), indent=1) + "\n")
+        options.out.with_suffix(".json").write_text(json.dumps(record(options, tables, len(files)), indent=1) + "\n")
 
 
-def read_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="class folders of JPEGs")
-    parser.add_argument("--workers", type=int, default=1, help="loading processes; 0: load in this one")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--clock",
-        choices=("wall", "process"),
-        default="wall",
-        help="process: CPU time, for shared machines; needs --workers 0",
-    )
-    parser.add_argument("--interpolation", choices=("bilinear", "bicubic"), default="bilinear")
-    parser.add_argument("--out", type=Path, help="a Markdown file; the JSON is written beside it")
-    options = parser.parse_args()
-    if options.clock == "process" and options.workers:
-        parser.error("--clock process: counts only this process; use it with --workers 0")
-    return options
+def arm(name: str, epoch: Callable[[], Iterable[Any]]) -> Contender:
+    """A pipeline: a function that yields an epoch's batches, of which each turn takes all."""
+    return Contender(name, lambda: deque(epoch(), maxlen=0))
+
+
+def rates(arm: Contender, images: int) -> list[float]:
+    """Images per second of each round."""
+    return [images / seconds for seconds in arm.seconds]
 
 
 def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
@@ -123,7 +99,7 @@ def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
     return made
 
 
-def train_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Arm]:
+def train_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Contender]:
     """Pipelines for random resized crop and flip; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=True), timm_arm(options, training=True)]
     arms += dali_arms(options)
@@ -133,7 +109,7 @@ def train_arms(options: argparse.Namespace, files: Images, packed: dict[str, Ima
     return arms
 
 
-def eval_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Arm]:
+def eval_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Contender]:
     """Pipelines for resize and centre crop; the references, torchvision and timm, come first."""
     arms = [torchvision_arm(options, training=False), timm_arm(options, training=False)]
     arms += [ours(options, files, decoder, training=False) for decoder in usable_decoders()]
@@ -146,7 +122,7 @@ def usable_decoders() -> list[str]:
     return [name for name in DECODERS if name != "simplejpeg" or importlib.util.find_spec("simplejpeg")]
 
 
-def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Arm:
+def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Contender:
     """ImageFolder with the transforms of torchvision's references/classification presets (backend PIL)."""
     from torchvision import datasets, transforms
 
@@ -158,10 +134,10 @@ def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Arm:
     steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
     dataset = datasets.ImageFolder(options.path, transforms.Compose(steps))
     loader = torch.utils.data.DataLoader(dataset, BATCH, shuffle=training, num_workers=options.workers)
-    return Arm(REFERENCE, lambda: loader)
+    return arm(REFERENCE, lambda: loader)
 
 
-def timm_arm(options: argparse.Namespace, *, training: bool) -> Arm:
+def timm_arm(options: argparse.Namespace, *, training: bool) -> Contender:
     """create_loader in prefetcher mode: uint8 batches, without normalising on the device, as in ours."""
     from timm.data import ImageDataset as TimmDataset
     from timm.data import create_loader
@@ -179,10 +155,10 @@ def timm_arm(options: argparse.Namespace, *, training: bool) -> Arm:
         persistent_workers=False,
         device=torch.device("cpu"),
     )
-    return Arm(TIMM, lambda: loader.loader)
+    return arm(TIMM, lambda: loader.loader)
 
 
-def dali_arms(options: argparse.Namespace) -> list[Arm]:
+def dali_arms(options: argparse.Namespace) -> list[Contender]:
     """DALI's CPU decoder that decodes only the crop; one thread per worker."""
     if importlib.util.find_spec("nvidia.dali") is None if importlib.util.find_spec("nvidia") else True:
         return []
@@ -200,10 +176,12 @@ def dali_arms(options: argparse.Namespace) -> list[Arm]:
     made = pipeline()
     made.build()
     count = made.epoch_size("files")
-    return [Arm("DALI on the CPU", lambda: (made.run() for _ in range(count // BATCH)))]
+    return [arm("DALI on the CPU", lambda: (made.run() for _ in range(count // BATCH)))]
 
 
-def ours(options: argparse.Namespace, source: Images, decoder: str, *, training: bool, where: str | None = None) -> Arm:
+def ours(
+    options: argparse.Namespace, source: Images, decoder: str, *, training: bool, where: str | None = None
+) -> Contender:
     """Batches of uint8, ready for the copy to the device."""
     mode: Interpolation = options.interpolation
     transform: TrainTransform | EvalTransform = EvalTransform(Augment(interpolation=mode), image_size=SIZE)
@@ -223,7 +201,7 @@ def ours(options: argparse.Namespace, source: Images, decoder: str, *, training:
             )
         return ImageLoader(dataset, sampler, num_workers=options.workers)
 
-    return Arm(f"ours, {where or 'files'}, decode={decoder}", epoch)
+    return arm(f"ours, {where or 'files'}, decode={decoder}", epoch)
 
 
 def memory_rate(raw: Images, repeats: int = 20) -> float:
@@ -239,27 +217,25 @@ def memory_rate(raw: Images, repeats: int = 20) -> float:
     return best
 
 
-def table(title: str, arms: list[Arm]) -> str:
+def table(title: str, arms: list[Contender], images: int) -> str:
     """Images per second and the ratios to the two references."""
     lines = [
         f"\n## {title}\n",
         "| pipeline | images/s, median (10% to 90%) | of torchvision's (95%) | of timm's (95%) |",
+        "|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|")
-    for arm in arms:
-        rates = spread(arm.rates)
-        shown = " | ".join(speed_text(paired_ratio(reference.rates, arm.rates)) for reference in arms[:2])
-        lines.append(f"| {arm.name} | {rates.p50:.0f} ({rates.p10:.0f} to {rates.p90:.0f}) | {shown} |")
+    for each in arms:
+        shown = " | ".join(speed_text(each.over(reference)) for reference in arms[:2])
+        lines.append(f"| {each.name} | {around_median(rates(each, images))} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-def raw_share(arms: list[Arm], memory: float) -> str:
+def raw_share(rates: list[float], memory: float) -> str:
     """Throughput of raw images against that of memory."""
-    rate = spread(arms[-1].rates).p50
-    per_image = SIZE * SIZE * 3
+    written = spread(rates).p50 * SIZE * SIZE * 3
     return (
         f"\nPacked raw against memory: copying the same images runs at {memory / 1e9:.1f} GB/s on this core. The "
-        f"pipeline writes {rate * per_image / 1e9:.2f} GB/s of crops, {rate * per_image / memory:.1%} of it; what "
+        f"pipeline writes {written / 1e9:.2f} GB/s of crops, {written / memory:.1%} of it; what "
         "remains is the resize.\n"
     )
 
@@ -274,31 +250,19 @@ def heading(options: argparse.Namespace, files: Images) -> str:
         *provenance_lines(torch.device("cpu")),
         f"- Images: {len(files)} JPEGs of {sum(sizes) / len(sizes) / 1000:.0f} kB on average; batches of {BATCH}; "
         f"{workers}, {options.rounds} rounds in turns after one; the ratios are within rounds",
-        f"- Times: {TIMES[options.clock]}",
+        f"- Times: {'CPU time' if options.clock == 'process' else 'wall'}",
         "- DALI: " + ("measured" if dali_arms(options) else "not installed, not run"),
         "",
     ])  # fmt: skip
 
 
-def record(options: argparse.Namespace, tables: dict[str, list[Arm]], memory: float) -> dict[str, Any]:
+def record(options: argparse.Namespace, tables: dict[str, list[Contender]], images: int) -> dict[str, Any]:
     """All results, for JSON."""
     return {
-        "kind": "input_pipeline",
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "settings": {key: str(value) for key, value in vars(options).items()},
         "environment": environment(torch.device("cpu"), 1),
-        "memory_bytes_per_second": memory,
-        "tables": {
-            title: [
-                {
-                    "name": arm.name,
-                    "images_per_second": arm.rates,
-                    "median": spread(arm.rates).p50,
-                    "of_torchvision": paired_ratio(arms[0].rates, arm.rates).ratio,
-                    "of_timm": paired_ratio(arms[1].rates, arm.rates).ratio,
-                }
-                for arm in arms
-            ]
-            for title, arms in tables.items()
+        "images_per_second": {
+            title: {each.name: rates(each, images) for each in arms} for title, arms in tables.items()
         },
     }
 
