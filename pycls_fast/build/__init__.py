@@ -49,7 +49,6 @@ from pycls_fast.build.network import (
     model,
     num_classes,
     optimizer,
-    save_activation_memory,
     schedule,
     wrap,
 )

@@ -35,7 +35,6 @@ from pycls_fast.optim.optimizers import HostOptimizer, compile_step, make_captur
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights
-from pycls_fast.parallel import memory
 from pycls_fast.parallel import pipeline as stages
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Pipeline
@@ -156,17 +155,6 @@ def apply_precision(
         return None
     return MasterWeights(
         network, dtype=DTYPES[precision.weights], wide_norms=precision.wide_norms, kept=precision.masters == "kept"
-    )
-
-
-def save_activation_memory(config: RunConfig, network: Network, switches: Speed) -> None:
-    """Apply the activation-memory switches to a network in its final number and memory formats, in place."""
-    memory.save_activation_memory(
-        network,
-        network.units(),
-        recompute=switches.recompute,
-        activation_offload=switches.activation_offload,
-        activation_compression=switches.activation_compression,
     )
 
 

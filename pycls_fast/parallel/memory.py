@@ -25,44 +25,31 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pycls_fast.network import Units
+from pycls_fast.speed import Speed
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def save_activation_memory(
-    model: nn.Module,
-    units: Units,
-    *,
-    recompute: str = "off",
-    activation_offload: str = "none",
-    activation_compression: str = "none",
-) -> None:
-    """Apply the three switches to a model in place, after its memory format is set, before compilation and sharding.
+def save_activation_memory(model: nn.Module, units: Units, switches: Speed) -> None:
+    """Apply recomputation, compression and offloading to a model in place, after its number and memory formats are set,
+    before compilation and sharding.
 
-    With full recomputation, only the units' inputs are offloaded. Names, types, checkpoints and evaluation are
-    unchanged. Recomputation and compression exclude each other: every unit would run again from a rounded input, and
-    the gradient's error was 10% instead of 1% on a small ViT. So do selective recomputation and offloading: torch keeps
+    With full recomputation only the units' inputs are kept (and offloaded), with "selective" what `KeepProducts` keeps,
+    too; with "budget" the compiler chooses (`compile_model`). Names, types, checkpoints and evaluation are unchanged.
+    Recomputation and compression exclude each other: every unit would run again from a rounded input, and the
+    gradient's error was 10% instead of 1% on a small ViT. So do selective recomputation and offloading: torch keeps
     what is selected past the hooks of saved tensors.
     """
-    recompute_units(units, recompute=recompute)
-    in_8_bits, on_host = activation_compression == "8bit", activation_offload == "cpu"
+    is_selective = switches.recompute == "selective"
+    for _, unit in units if is_selective or switches.recompute == "full" else ():
+        for module in unit.modules():
+            # timm's activations may follow a convolution, whose result is kept.
+            if is_selective and "inplace" in vars(module):
+                vars(module)["inplace"] = False
+        unit.forward = Recomputed(unit, selective=is_selective)
+    in_8_bits, on_host = switches.activation_compression == "8bit", switches.activation_offload == "cpu"
     if in_8_bits or on_host:
         model.forward = SavedTensors(model, in_8_bits=in_8_bits, on_host=on_host)
-
-
-def recompute_units(units: Units, *, recompute: str) -> None:
-    """Make the units recompute their activations; in place, names unchanged.
-
-    With "full" only the unit's input is kept, with "selective" what `KeepProducts` keeps, too; with "budget" the
-    compiler chooses (`compile_model`).
-    """
-    if recompute in ("full", "selective"):
-        for _, unit in units:
-            for module in unit.modules():
-                # timm's activations may follow a convolution, whose result is kept.
-                if recompute == "selective" and "inplace" in vars(module):
-                    vars(module)["inplace"] = False
-            unit.forward = Recomputed(unit, selective=recompute == "selective")
 
 
 class Recomputed:

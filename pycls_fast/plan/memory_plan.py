@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.build.data import prepare_on_host
 from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, switches
-from pycls_fast.build.network import apply_precision, freeze, loss, model, save_activation_memory, stage_costs
+from pycls_fast.build.network import apply_precision, freeze, loss, model, stage_costs
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import IN_FLIGHT
@@ -28,6 +28,7 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel.launch import degrees
+from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.pipeline import orders, partition_blocks
 from pycls_fast.parallel.tensor import divide, divide_experts
 from pycls_fast.parallel.world import World
@@ -235,7 +236,7 @@ class MemoryPlan:
         network = self._network()
         freeze(config, network)
         apply_precision(config, network, _CPU)
-        save_activation_memory(config, network, chosen)
+        save_activation_memory(network, network.units(), chosen)
         of_logits = loss(config, chosen, _CPU, self.config.model.num_classes or self.classes)
         dtype = DTYPES[level(config).weights]
         formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -22,6 +22,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import LocalShards, OwnedWeights, local
+from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.race import compile_if_it_pays
@@ -176,7 +177,7 @@ def make_step(
         kind = partial(GraphedStep, recorder=CudaRecorder(world.device))
     sharded = config.parallel.facts.shards_weights
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
-    build.save_activation_memory(config, network, switches)
+    save_activation_memory(network, network.units(), switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.

@@ -16,7 +16,7 @@ from pycls_fast.models.complexity import complexity
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.optimizers import HostOptimizer
-from pycls_fast.parallel.memory import Recomputed, SavedTensors
+from pycls_fast.parallel.memory import Recomputed, SavedTensors, save_activation_memory
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve
 from tests.factories import config_of
@@ -237,7 +237,7 @@ def wrapped(*overrides: str, **chosen: str) -> nn.Module:
     config = config_of(*overrides)
     switches = REFERENCE.replace(**chosen)
     network = build.model(config, 10, switches)
-    build.save_activation_memory(config, network, switches)
+    save_activation_memory(network, network.units(), switches)
     return network
 
 

@@ -30,6 +30,7 @@ from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.precision import keep_in_float32
+from pycls_fast.speed import Speed
 from tests.factories import assert_same_bits, randomise
 from tests.integration.runs import run_process
 from tests.unit.models.conftest import check_rounding, draw
@@ -241,7 +242,7 @@ def test_selective_recomputation_keeps_these_products_too() -> None:
         image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3, qkv="fused",
         attention="products", linear="products",
     ).bfloat16()  # fmt: skip
-    save_activation_memory(model, model.units(), recompute="selective")
+    save_activation_memory(model, model.units(), Speed(recompute="selective"))
     with Ran() as ran:
         model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
     assert ran.counts["mkldnn::_linear_pointwise"] == 4 + 1
@@ -306,7 +307,7 @@ def test_selective_recomputation_keeps_them_in_compiled_code(recompute: Any, rep
 
     model = resnet(26, stem="small", convolution="products").to(memory_format=torch.channels_last).eval()
     units = list(model.units())
-    save_activation_memory(model, units, recompute=recompute)
+    save_activation_memory(model, units, Speed(recompute=recompute))
     _, unit = units[0]
     torch._dynamo.reset()
     # As "aot_eager" does.

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.memory import recompute_units
+from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.wrap import compile_model
+from pycls_fast.speed import Speed
 from tests.factories import assert_same_bits, randomise
 from tests.unit.models.conftest import draw
 
@@ -104,7 +105,8 @@ def test_same_function_gradients_and_dropped_samples_in_float64(kind: dict[str, 
 def test_recomputation_of_every_part_is_exact(kind: dict[str, Any], recompute: Any) -> None:
     kind = {**kind, "drop_path": 0.6}
     exact = train_once(kind)
-    found = train_once(kind, prepare=lambda model: recompute_units(model.units(), recompute=recompute))
+    switches = Speed(recompute=recompute)
+    found = train_once(kind, prepare=lambda model: save_activation_memory(model, model.units(), switches))
     assert_same_bits(found, exact)
 
 

@@ -17,7 +17,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.models import external
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
-from pycls_fast.parallel.memory import recompute_units
+from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.speed import Speed
 from tests.factories import assert_same_bits, config_of
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def test_the_function_is_timms_and_recomputation_is_exact() -> None:
     assert_same_bits(*results)
     model.zero_grad()
     model.load_state_dict({f"network.{k}": v for k, v in theirs.state_dict().items()})
-    recompute_units(model.units(), recompute="full")
+    save_activation_memory(model, model.units(), Speed(recompute="full"))
     torch.manual_seed(1)
     model(batch).square().sum().backward()
     assert torch.equal(next(model.parameters()).grad, results[0][1])  # type: ignore[arg-type]

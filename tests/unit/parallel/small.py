@@ -13,6 +13,7 @@ from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.plan.operators import LiveMemory
+from pycls_fast.speed import Speed
 from tests.factories import randomise
 
 
@@ -36,7 +37,7 @@ MODELS: dict[str, Callable[..., Any]] = {"vit": vit, "resnet": resnet}
 
 def saving(model: Any, **way: Any) -> Any:
     """The model, keeping less."""
-    save_activation_memory(model, model.units(), **way)
+    save_activation_memory(model, model.units(), Speed(**way))
     return model
 
 

@@ -27,6 +27,7 @@ from pycls_fast.parallel.memory import (
     save_activation_memory,
 )
 from pycls_fast.plan.operators import LiveMemory
+from pycls_fast.speed import Speed
 from tests.factories import assert_same_bits
 
 FULL: dict[str, Any] = {"recompute": "full"}
@@ -56,7 +57,7 @@ def test_selective_keeps_what_an_activation_would_have_changed() -> None:
     def gradient(**way: Any) -> Tensor:
         torch.manual_seed(0)
         unit = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(inplace=True))
-        save_activation_memory(unit, [("", unit)], **way)
+        save_activation_memory(unit, [("", unit)], Speed(**way))
         unit(torch.randn(2, 3, 8, 8)).square().sum().backward()
         assert isinstance(unit[0].weight.grad, Tensor)
         return unit[0].weight.grad
