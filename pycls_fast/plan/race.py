@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,35 +61,14 @@ class Race:
     seconds_per_image: float
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A layer that occurs `count` times in the network, or the whole network."""
+@dataclass
+class _Product:
+    """A layer that occurs `count` times in the network, and its operations, up to a common factor."""
 
     layer: nn.Module
     input_shape: tuple[int, ...]
-    count: int
-
-
-class _Sample(NamedTuple):
-    """What is timed first.
-
-    Attributes:
-        products: linear layers and convolutions of different shapes on the CPU, largest first.
-        images: the number of images in their inputs.
-        flops: the operations of the whole network's forward pass of these.
-    """
-
-    products: list[_Timed]
-    images: int
     flops: float
-
-
-class _Seconds(NamedTuple):
-    """Times in both formats, and of all products in the faster one; the first two may be of fewer products."""
-
-    fp32: float
-    bf16: float
-    all_in_faster: float
+    count: int = 0
 
 
 def race(config: RunConfig, *, training: bool = True) -> Race:
@@ -130,25 +108,37 @@ def shared_race(config: RunConfig, world: World, *, training: bool = True) -> Ra
 
 
 def _measure(config: RunConfig) -> Race:
-    sample = _sample(config)
+    products, images, flops = _largest_products(config)
     free = config.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ
     before = torch.get_num_threads()
     threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
     try:
         # Before the formats: beside another process, times with too many threads say nothing.
-        threads = _number_of_threads(sample.products, threads) if free else threads
+        threads = _number_of_threads(products, threads) if free else threads
         torch.set_num_threads(threads)
-        fp32, bf16, seconds = _time_products(sample.products)
-        if sample.flops <= _WHOLE_FLOPS and max(fp32, bf16) <= _HOPELESS * min(fp32, bf16):
-            fp32, bf16 = _time_network(config, sample.images)
+        fp32 = bf16 = rest = 0.0
+        for product in products:
+            if _is_hopeless(fp32, bf16):
+                rest += _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16")
+            else:
+                fp32 += _seconds(product, "fp32")
+                bf16 += _seconds(product, "amp_bf16")
+        seconds = min(fp32, bf16) + rest
+        if flops <= _WHOLE_FLOPS and not _is_hopeless(fp32, bf16):
+            fp32, bf16 = _time_network(config, images)
             seconds = min(fp32, bf16)
     finally:
         torch.set_num_threads(before)
     chosen: Format = "amp_bf16" if fp32 > bf16 * _CLEARLY_FASTER else "fp32"
-    return Race(chosen, fp32 / bf16, threads if free else None, seconds / sample.images)
+    return Race(chosen, fp32 / bf16, threads if free else None, seconds / images)
 
 
-def _number_of_threads(products: Sequence[_Timed], most: int) -> int:
+def _is_hopeless(fp32: float, bf16: float) -> bool:
+    """Whether the slower of the two formats need not be tried further."""
+    return max(fp32, bf16) > _HOPELESS * min(fp32, bf16)
+
+
+def _number_of_threads(products: Sequence[_Product], most: int) -> int:
     """All cores, or half of them or one if that is much faster in each of a few rounds."""
     candidates = sorted({most, most // 2, 1} - {0}, reverse=True)
     least = dict.fromkeys(candidates, float("inf"))
@@ -161,22 +151,22 @@ def _number_of_threads(products: Sequence[_Timed], most: int) -> int:
     return fastest if least[fastest] * _THREADS_GAIN < least[most] else most
 
 
-def _sample(config: RunConfig) -> _Sample:
+def _largest_products(config: RunConfig) -> tuple[list[_Product], int, float]:
+    """Linear layers and convolutions of different shapes, the largest first; the number of images in their inputs; and
+    the operations of the whole network's forward pass of these."""
     image_size = config.data.image_size
     network = counted_model(config, config.model.num_classes or 10)
     flops = complexity(network, image_size=image_size).forward_flops
     batch = config.data.global_batch_size
     most = _MOST_IMAGES if batch == AUTO else min(max(batch, 2), _MOST_IMAGES)
     images = int(min(max(_FLOPS // flops, 2), most))
-    counts: Counter[Any] = Counter()
-    layers: dict[Any, tuple[nn.Module, tuple[int, ...], float]] = {}
+    found: dict[Any, _Product] = {}
 
     def note(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         shape, weight = tuple(inputs[0].shape), layer.weight
         key = (shape, tuple(weight.shape), getattr(layer, "stride", None), getattr(layer, "groups", None))
-        counts[key] += 1
-        # The last value is its number of operations, up to a common factor.
-        layers[key] = layer, shape, weight.numel() * out.numel() / len(weight)
+        product = found.setdefault(key, _Product(layer, shape, weight.numel() * out.numel() / len(weight)))
+        product.count += 1
 
     for layer in network.modules():
         if type(layer) in (nn.Linear, nn.Conv2d):
@@ -184,9 +174,10 @@ def _sample(config: RunConfig) -> _Sample:
     network.eval().requires_grad_(False)
     with torch.no_grad():
         network(torch.empty(images, 3, *image_size, device="meta"))
-    largest = sorted(layers, key=lambda key: -counts[key] * layers[key][2])[:_MOST_PRODUCTS]
-    products = [_Timed(_filled(layers[key][0]), layers[key][1], counts[key]) for key in largest]
-    return _Sample(products, images, flops * images)
+    products = sorted(found.values(), key=lambda each: -each.count * each.flops)[:_MOST_PRODUCTS]
+    for product in products:
+        product.layer = _filled(product.layer)
+    return products, images, flops * images
 
 
 def _filled(layer: nn.Module) -> nn.Module:
@@ -198,18 +189,6 @@ def _filled(layer: nn.Module) -> nn.Module:
     return copy
 
 
-def _time_products(products: Sequence[_Timed]) -> _Seconds:
-    """Time products in both formats, but only in the faster one once the other is hopeless."""
-    fp32 = bf16 = rest = 0.0
-    for product in products:
-        if max(fp32, bf16) > _HOPELESS * min(fp32, bf16):
-            rest += product.count * _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16")
-        else:
-            fp32 += product.count * _seconds(product, "fp32")
-            bf16 += product.count * _seconds(product, "amp_bf16")
-    return _Seconds(fp32, bf16, min(fp32, bf16) + rest)
-
-
 def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     """Seconds of the whole network in both formats.
 
@@ -218,33 +197,32 @@ def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     """
     with torch.random.fork_rng(devices=[]):
         network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
-    size = config.data.image_size
-    whole = _Timed(network.train(torch.is_grad_enabled()), (images, 3, *size), 1)
-    inputs, fp32, bf16 = _inputs(whole), float("inf"), float("inf")
+    network.train(torch.is_grad_enabled())
+    inputs, fp32, bf16 = _inputs((images, 3, *config.data.image_size)), float("inf"), float("inf")
     for position in range(1 + _ROUNDS):
         # In turns, because other work on these cores slows down one pass or another; the first ones prepare kernels.
-        seconds = _pass(whole.layer, inputs, "fp32"), _pass(whole.layer, inputs, "amp_bf16")
+        seconds = _pass(network, inputs, "fp32"), _pass(network, inputs, "amp_bf16")
         if position > 0:
             fp32, bf16 = min(fp32, seconds[0]), min(bf16, seconds[1])
-            if max(fp32, bf16) > _HOPELESS * min(fp32, bf16):
+            if _is_hopeless(fp32, bf16):
                 break
     return fp32, bf16
 
 
-def _seconds(product: _Timed, form: Format) -> float:
-    """The fastest of a few passes, after one that also prepares the kernels."""
-    inputs, best, start = _inputs(product), float("inf"), time.perf_counter()
+def _seconds(product: _Product, form: Format) -> float:
+    """The fastest of a few passes, after one that also prepares the kernels, times the layers of this shape."""
+    inputs, best, start = _inputs(product.input_shape), float("inf"), time.perf_counter()
     for position in range(1 + _REPEATS):
         seconds = _pass(product.layer, inputs, form)
         if position > 0:
             best = min(best, seconds)
             if time.perf_counter() - start > _SECONDS_EACH:
                 break
-    return best
+    return product.count * best
 
 
-def _inputs(timed: _Timed) -> Tensor:
-    inputs = torch.randn(timed.input_shape)
+def _inputs(shape: tuple[int, ...]) -> Tensor:
+    inputs = torch.randn(shape)
     if inputs.ndim == 4:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     return inputs.requires_grad_(True)
