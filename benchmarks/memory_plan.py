@@ -5,7 +5,7 @@
 
 On paper: the microbatches that `optim.accumulation_steps=auto` takes on GPUs of several sizes; none is needed.
 Measured: whole training steps on the CPU over gloo with a few images per rank. The peak is each process's resident
-memory, sampled, above that before the model was built; the allocator is set to return freed blocks to the system. ddp
+memory above that before the model was built; the allocator is set to return freed blocks to the system. ddp
 runs on 2 ranks: its memory per rank does not depend on their number.
 """
 
@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -66,27 +65,15 @@ def choice(made: MemoryPlan, memory: float) -> str:
     return f"{steps} x {made.per_rank // steps}: {readable(made.peak(steps))}"
 
 
-def resident() -> int:
-    """Resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def highest_resident() -> int:
+    """The peak of this process's resident memory since `forget_peak`, in bytes."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024
 
 
-@contextmanager
-def highest_resident() -> Iterator[list[int]]:
-    """The peak inside the context, sampled by a thread every few milliseconds."""
-    done, peak = threading.Event(), [0]
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], resident())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
+def forget_peak() -> None:
+    """Let the peak begin at what is resident now (man 5 proc_pid_clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(model: str, overrides: list[str]) -> dict[str, float]:
@@ -101,16 +88,16 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
         layer = torch.nn.Conv2d(3, 8, 3)
         layer(torch.randn(2, 3, 32, 32)).sum().backward()
         size = config.data.image_size
-        before = resident()
-        with highest_resident() as peak:
-            network = build.model(config, 1000, switches, empty=config.parallel.facts.shards_weights)
-            network = place_model(network, world, memory_format=switches.memory_format)
-            step = make_step(config, network, world, switches, steps_per_epoch=10)
-            batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)
-            metrics = TrainMetrics(world.device)
-            for index in range(STEPS):
-                step(index, [batch], metrics)
-        return {"planned": planned, "peak": peak[0] - before}
+        forget_peak()
+        before = highest_resident()
+        network = build.model(config, 1000, switches, empty=config.parallel.facts.shards_weights)
+        network = place_model(network, world, memory_format=switches.memory_format)
+        step = make_step(config, network, world, switches, steps_per_epoch=10)
+        batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)
+        metrics = TrainMetrics(world.device)
+        for index in range(STEPS):
+            step(index, [batch], metrics)
+        return {"planned": planned, "peak": highest_resident() - before}
 
 
 def launch(model: str, overrides: list[str], ranks: int) -> dict[str, float]:

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
-from pycls_fast.parallel.pipeline import PipelinedNetwork
 from pycls_fast.parallel.world import World
 
 
@@ -93,7 +92,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
     if (pipeline := settings.pipeline) is not None:
         return ParallelModel(
             forward=network,
-            evaluated=PipelinedNetwork(pipeline),
+            evaluated=pipeline,
             device=world.device,
             taken_every_microbatch=False,
             forward_is_collective=True,

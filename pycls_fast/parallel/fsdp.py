@@ -22,7 +22,6 @@ from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
 from pycls_fast.optim.weights import assign
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
-from pycls_fast.parallel.pipeline import PipelinedNetwork
 from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
 from pycls_fast.parallel.world import World
 
@@ -78,7 +77,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     kinds = {"shard": True, "tensor": shared, "pipeline": pipeline is not None}
     return ParallelModel(
         forward=network,
-        evaluated=network if pipeline is None else PipelinedNetwork(pipeline),
+        evaluated=pipeline or network,
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=False,

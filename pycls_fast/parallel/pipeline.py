@@ -211,8 +211,8 @@ def split_into_stages(
     return Pipeline(stages, world, schedule, classes, replicas)
 
 
-class Pipeline:
-    """The stages of this rank, connected with those of other ranks.
+class Pipeline(nn.Module):
+    """The stages of this rank, connected with those of other ranks; evaluation calls it in place of the network.
 
     `replicas` are the ranks with the same stages and other images, if gradients are to be averaged here.
     """
@@ -225,8 +225,9 @@ class Pipeline:
         classes: int,
         replicas: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__()
         assert world.mesh is not None
-        self.stages = stages
+        self.stages: Any = nn.ModuleList(stages)
         self.group = world.mesh.get_group("pipeline")
         self._world, self._schedule, self._classes, self._replicas = world, schedule, classes, replicas
         self._owners = stage_ranks(schedule, world.pipeline)
@@ -315,7 +316,7 @@ class Pipeline:
         return value
 
     @torch.no_grad()
-    def logits(self, images_BCHW: Tensor) -> Tensor:
+    def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K) in float64, on every rank of the pipeline; all of them call this with the same images."""
         features = images_BCHW
         logits_BK = torch.empty(len(images_BCHW), self._classes, dtype=torch.float64, device=images_BCHW.device)
@@ -342,15 +343,3 @@ class Pipeline:
             features = torch.empty(shape, dtype=dtype, device=features.device)
             dist.recv(features, group=self.group, group_src=source)
         return features
-
-
-class PipelinedNetwork(nn.Module):
-    """What evaluation calls instead of the network: the stages of all ranks, one after the other."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(pipeline.stages)
-        self._pipeline = pipeline
-
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        return self._pipeline.logits(images_BCHW)
