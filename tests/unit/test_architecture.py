@@ -1,4 +1,4 @@
-"""Imports point one way, docstrings begin with what they describe, and no two public classes share a name.
+"""Imports point one way, and no two public classes share a name.
 
 tools -> cli -> commands -> ledger -> inference -> train -> plan -> build -> {config, parallel} -> {speed, precision,
 strategies} -> {models, data, optim, losses} -> leaves.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -174,12 +173,6 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     assert set(circle(tmp_path)) == {"pycls_fast.a.b", "pycls_fast.c"}
 
 
-def test_every_part_of_the_order_is_looked_at() -> None:
-    present = {_part(".".join(f.relative_to(ROOT).with_suffix("").parts)) for f in ROOT.glob("pycls_fast/**/*.py")}
-    assert present | {"tools"} == set(ALLOWED)
-    assert list((ROOT / "tools").glob("*.py"))
-
-
 def test_the_order_has_no_cycle() -> None:
     graphlib.TopologicalSorter(ALLOWED).prepare()
 
@@ -187,15 +180,12 @@ def test_the_order_has_no_cycle() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "found"),
     [
-        ("models/vit.py", "from pycls_fast.data import Batch", "1: models imports data"),
         ("data/mix.py", "from pycls_fast import losses", "1: data imports losses"),
         ("optim/ema.py", "x = 1\ndef f():\n    from pycls_fast.models import ResNet", "3: optim imports models"),
         ("data/deep/mix.py", "from ...optim import Ema", "1: data imports optim"),
         ("data/mix.py", "import importlib\nimportlib.import_module('pycls_fast.train')", "2: data imports train"),
         ("build/data.py", "import omegaconf", "1: only config imports omegaconf"),
-        ("ledger/timing.py", "from tools.train_net import main", "1: ledger imports tools"),
-        ("data/mix.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
-        ("../tools/x.py", "import hydra", "1: only config imports hydra"),
+        ("../tools/x.py", "import pycls_fast", "1: import the part that is meant, not pycls_fast"),
         ("novel/x.py", "", "1: the part novel has no place in the order of imports"),
     ],
 )
@@ -213,8 +203,8 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
     [
         (["pycls_fast"], ["torch", "numpy"]),
         pytest.param(
-            ["pycls_fast.inference", "pycls_fast.train.loop", "pycls_fast.train.tasks.lr_range"],
-            ["timm", "matplotlib", "torch.utils.tensorboard"],
+            ["pycls_fast.ledger", "pycls_fast.inference", "pycls_fast.train.loop", "pycls_fast.train.tasks.lr_range"],
+            ["timm", "matplotlib", "torch.utils.tensorboard", "torch._dynamo"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -223,15 +213,6 @@ def test_what_takes_long_to_import_is_imported_where_it_is_used(modules: list[st
     code = f"import sys, {', '.join(modules)}; print([name for name in {late} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_docstrings_have_a_subject() -> None:
-    """None begins with a preposition."""
-    for file in (*ROOT.glob("pycls_fast/**/*.py"), *ROOT.glob("tools/*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                text = ast.get_docstring(node) or ""
-                assert not re.match(r"(Of|By|In|As|On|With) ", text), f"{file}: {text}"
 
 
 def test_no_two_public_classes_share_a_name() -> None:

@@ -202,13 +202,3 @@ def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path, o
     (tmp_path / "tool.py").write_text(code)
     done = process(tmp_path / "tool.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "False\n")
-
-
-def test_only_what_needs_torchs_compiler_imports_it(tmp_path: Path) -> None:
-    """It takes a second; `predict`, `test`, `compare` and `prepare` do without."""
-    code = (
-        "import sys, pycls_fast.ledger, pycls_fast.inference, pycls_fast.train\nprint('torch._dynamo' in sys.modules)"
-    )
-    (tmp_path / "tool.py").write_text(code)
-    done = process(tmp_path / "tool.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "False\n")
