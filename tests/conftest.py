@@ -8,12 +8,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 
+from pycls_fast.cli import main
 from pycls_fast.data.sources.arrays import write_digits
 from tests.processes import Started
 
@@ -109,6 +111,24 @@ def started() -> Iterator[Started]:
     processes = Started()
     yield processes
     processes.end()
+
+
+Typed = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Typed]:
+    """Runs `pycls-fast WORDS` in this process: its status, what it printed, and on standard error."""
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pycls-fast", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    yield run
+    GlobalHydra.instance().clear()
 
 
 @pytest.fixture(scope="session")

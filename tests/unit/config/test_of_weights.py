@@ -18,7 +18,7 @@ from pycls_fast.speed import Speed, resolve
 from pycls_fast.strategies import Parallel
 from pycls_fast.values import Size
 from tests.factories import load_run_config
-from tests.unit.config.conftest import Tool
+from tests.unit.conftest import Tool
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,6 @@ def home(tmp_path: Path, config: RunConfig) -> Path:
 @pytest.mark.parametrize(
     ("here", "source"),
     [
-        (".", "run"),
         (".", "run/checkpoints/best"),
         (".", "copied"),
         (".", "exported.safetensors"),
@@ -92,10 +91,9 @@ def test_a_sweep_over_saved_weights(tool: Tool, home: Path, config: RunConfig, m
 def test_weights_of_other_projects_bring_none(tool: Tool, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "other").mkdir()
     (home / "other" / "net.safetensors").write_bytes(b"\x02" + 7 * b"\0" + b"{}")
-    (home / "other" / "net.pth").touch()
     (home / "loop").symlink_to("loop")
     monkeypatch.chdir(home)
-    for source in ("other/net.safetensors", "other/net.pth", "timm:resnet18", "nowhere", "loop"):
+    for source in ("other/net.safetensors", "timm:resnet18", "nowhere", "loop"):
         status, _, calls = tool(f"weights={source}", config_of_weights=True)
         assert (status, calls[0][0].config_name, calls[0][0].seed) == (0, "vit_digits", 0)
     # A name is no file in the folder of a run.
@@ -132,7 +130,6 @@ def test_a_path_that_depends_on_the_configuration_is_refused(tool: Tool) -> None
         ("timm:convnext_tiny.fb_in22k", "timm", {"name": "convnext_tiny.fb_in22k"}),
         ("torchvision:resnet50.IMAGENET1K_V2", "resnet", {"depth": 50}),
         ("torchvision:vit_l_16", "vit", {"width": 1024}),
-        ("their.pth", "vit", {"width": 768}),
         ("tf_efficientnet_lite0.safetensors", "timm", {"name": "tf_efficientnet_lite0"}),
         ("model.safetensors", "vit", {"width": 768}),
         ("run", "vit", {"width": 64, "num_classes": None}),
@@ -188,8 +185,8 @@ def test_a_value_that_was_edited_names_the_file(home: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "speed.compile=off", "data.root=/photos (2024)", "augment={policy: {name: rand_augment, num_ops: 1}}",
-        "~optim.clip_norm", "seed=${data.image_size}", "model=resnet_digits",
+        "data.root=/photos (2024)", "augment={policy: {name: rand_augment, num_ops: 1}}", "~optim.clip_norm",
+        "seed=${data.image_size}", "model=resnet_digits",
     ],
 )  # fmt: skip
 def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, override: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.integration.runs import ROOT, run_process
+
 NO_WEIGHTS = (
     "weights: not set; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME as weights=SOURCE "
     "(configs/finetune.yaml or the command line)"
@@ -20,20 +20,12 @@ LEDGER = (
 )
 
 
-def process(file: Path, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(file), *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def process(file: Path, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_process([sys.executable, str(file), *arguments], cwd=cwd, expect=None, **variables)
 
 
-def tool(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return process(ROOT / "tools" / f"{name}.py", *arguments, cwd=cwd, **environment)
+def tool(name: str, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return process(ROOT / "tools" / f"{name}.py", *arguments, cwd=cwd, **variables)
 
 
 def own_tool(folder: Path, body: str) -> Path:
@@ -146,11 +138,8 @@ def test_a_reader_that_is_gone_is_not_an_error(tmp_path: Path, prints: str, retu
     script = own_tool(tmp_path, f"{prints}\nreturn 1")
     # The reader is gone before the tool prints.
     line = f"set -o pipefail; {{ sleep 0.2; exec {sys.executable} {script}; }} | :"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (returns, "")
+    done = run_process(["bash", "-c", line], cwd=tmp_path, expect=returns, PYTHONUNBUFFERED="")
+    assert done.stderr == ""
 
 
 SWEEPER = """
