@@ -329,7 +329,7 @@ def cleanup_at_signals() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         restore()
-        _say(f"interrupted: {signal.Signals(number).name} ended this at once\n")
+        say_at_once(f"interrupted: {signal.Signals(number).name} ended this at once")
         raise SystemExit(128 + number)
 
     for number in before:
@@ -360,14 +360,13 @@ def end_import(number: int, frame: FrameType | None) -> None:
         inner = inner.f_back
     if "<frozen importlib._bootstrap>" not in files and __file__ in files[1:]:
         signal.default_int_handler(number, frame)
-    # Once per node.
     if is_first_of_node():
-        _say("interrupted: Ctrl-C ended this at once\n")
+        say_at_once("interrupted: Ctrl-C ended this at once")
     os._exit(INTERRUPTED)
 
 
-def _say(text: str) -> None:
+def say_at_once(line: str) -> None:
     """Write to standard error in a handler; not `print`, which the signal may have interrupted."""
     # The terminal may be gone.
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, f"{line}\n".encode())

@@ -154,6 +154,7 @@ class MLflow(Tracker, name="mlflow"):
 
     def open(self, folder: Path, settings: Mapping[str, Any], run_id: str | None, start_step: int) -> str:
         import mlflow
+        from mlflow.entities import Param
 
         # Not `mlflow.start_run` and `mlflow.set_experiment`: the process may have a run and an experiment of its own.
         self._client = mlflow.MlflowClient()
@@ -166,19 +167,14 @@ class MLflow(Tracker, name="mlflow"):
             run = self._client.get_run(run_id)
         self._id = run.info.run_id
         try:
-            self._log_settings({key: value for key, value in settings.items() if key not in run.data.params})
+            new = [Param(key, str(value)) for key, value in settings.items() if key not in run.data.params]
+            for start in range(0, len(new), _PARAMETERS):
+                self._client.log_batch(self._id, params=new[start : start + _PARAMETERS])
         except Exception:
             # The run would stay active there.
             self._client.set_terminated(self._id, status="FAILED")
             raise
         return self._id
-
-    def _log_settings(self, settings: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        new = [Param(key, str(value)) for key, value in settings.items()]
-        for start in range(0, len(new), _PARAMETERS):
-            self._client.log_batch(self._id, params=new[start : start + _PARAMETERS])
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

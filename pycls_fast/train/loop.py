@@ -156,11 +156,20 @@ class Loop:
         run = self.run
         if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
             fit_head(run, self._stop_if_asked, self.stop.check)
-        self._evaluate_if_left_out(run.start_step)
-        if self.evaluations.stop_early(run.start_step):
+        start = run.start_step
+        if self.evaluations.due(start) and not self.evaluations.has(start):
+            # The earlier process did not finish it.
+            if run.world.is_main:
+                run.folder.drop_evaluation(start)
+            self._evaluate(start)
+        else:
+            # That process may have been killed between recording the evaluation and linking the checkpoint. This one
+            # may have other steps at which an evaluation is due.
+            self.evaluations.keep_if_best()
+        if self.evaluations.stop_early(start):
             # An earlier process had stopped early, and nothing has changed since.
-            run.total_steps = run.start_step
-        run.display.begin_training(run.start_step, run.total_steps, compiles=run.parts.switches.compile != "off")
+            run.total_steps = start
+        run.display.begin_training(start, run.total_steps, compiles=run.parts.switches.compile != "off")
 
     def _microbatches(self) -> Generator[Batch, None, None]:
         run, train, switches = self.run, self.run.parts.sources["train"], self.run.parts.switches
@@ -250,17 +259,6 @@ class Loop:
             self._save(done, always=True)
             self._finish_saving(done)
             raise
-
-    def _evaluate_if_left_out(self, start: int) -> None:
-        """Repeat the evaluation of the step from which the run resumes, if the earlier process did not finish it."""
-        if self.evaluations.due(start) and not self.evaluations.has(start):
-            if self.run.world.is_main:
-                self.run.folder.drop_evaluation(start)
-            self._evaluate(start)
-        else:
-            # That process may have been killed between recording the evaluation and linking the checkpoint. This one
-            # may have other steps at which an evaluation is due.
-            self.evaluations.keep_if_best()
 
     def _evaluate(self, done: int) -> None:
         if self.run.saved_step != done:

@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 from pycls_fast.config import tasks
-from pycls_fast.errors import UserError, end_import, is_first_of_node, refusing
+from pycls_fast.errors import UserError, end_import, is_first_of_node, refusing, say_at_once
 
 # A signal that comes again sooner is the same one: `timeout` and others signal a process, then its group.
 _ECHO_SECONDS = 1.0
@@ -139,6 +139,4 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
 def _say(line: str) -> None:
     """Print it at once: a step may take long, and a user who sees nothing presses Ctrl-C again."""
     if is_first_of_node():
-        # Not `print`: the signal may interrupt another `print`, and the terminal may be gone.
-        with suppress(OSError):
-            os.write(2, f"\n{line}\n".encode())
+        say_at_once(f"\n{line}")

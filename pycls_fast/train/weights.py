@@ -98,9 +98,15 @@ def find_weights(source: str | Path) -> Path | str:
     return found
 
 
-def open_source(source: str | Path, world: World = ALONE) -> Weights:
-    """What a source says of its weights (see `find_weights`), without reading the tensors; all ranks call this."""
+def open_source(source: str | Path, world: World = ALONE, *, programs: bool = False) -> Weights:
+    """What a source says of its weights (see `find_weights`), without reading the tensors; all ranks call this. With
+    `programs` it may be a file of `EXPORTED`, of which `run` is known."""
     found = find_weights(source)
+    if programs and isinstance(found, Path) and found.suffix in EXPORTED:
+        run, texts = open_exported(found)
+        opened = _of_header(found, texts, run=run)
+        opened.require_model()
+        return opened
     if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
         return Weights(found)
     return open_weights(found, world=world)
@@ -154,14 +160,6 @@ def _from_safetensors(path: Path, kind: str) -> Weights:
     weights = _of_header(path, about, specs=specs, fill=fill)
     one_of("which", kind, ("auto", weights.kind), more=f" for {path}")
     return weights
-
-
-def open_program(path: Path) -> Weights:
-    """Open an exported file (`EXPORTED`): what it says of the weights that it was made of, and `run`."""
-    run, texts = open_exported(path)
-    opened = _of_header(path, texts, run=run)
-    opened.require_model()
-    return opened
 
 
 def _of_header(path: Path, texts: Mapping[str, str], **known: Any) -> Weights:

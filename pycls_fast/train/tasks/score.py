@@ -15,7 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, match_classes
 from pycls_fast.data.sources.eval_sets import EvalSet, imagenet_wnids, open_eval_set
 from pycls_fast.errors import DONE, UserError, one_of
-from pycls_fast.files import EXPORTED, user_path
+from pycls_fast.files import user_path
 from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import ExportedNetwork
 from pycls_fast.network import Network
@@ -33,7 +33,7 @@ from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
-from pycls_fast.train.weights import Weights, find_weights, open_program, open_source
+from pycls_fast.train.weights import Weights, open_source
 
 # Classes that are printed.
 _CLASSES = 20
@@ -150,12 +150,10 @@ def set_up(
     with build.world(config) as world:
         config = with_precision(pin_weights(config, world), world, training=False)
         assert config.weights is not None
-        found = find_weights(config.weights)
-        is_program = programs and isinstance(found, Path) and found.suffix in EXPORTED
-        weights = open_program(Path(found)) if is_program else open_source(found, world)
+        weights = open_source(config.weights, world, programs=programs)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if weights.config is None else None
-        about = pretrained.described(found, model=name) if preprocessing == "weights" else None
+        about = pretrained.described(weights.path, model=name) if preprocessing == "weights" else None
         if about is not None:
             config = build.with_preprocessing(config, about, kept=typed)
             if config != build.with_preprocessing(config, about):

@@ -219,8 +219,7 @@ def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("too late")
 
     monkeypatch.setattr(build, "sources", work)
-    monkeypatch.setattr(scoring, "find_weights", lambda weights: tmp_path)
-    monkeypatch.setattr(scoring, "open_source", lambda weights, world: Weights(tmp_path))
+    monkeypatch.setattr(scoring, "open_source", lambda *_, **__: Weights(tmp_path))
     (tmp_path / "file").touch()
     config = config_of(f"weights={tmp_path}", "runtime.device=cpu")
     run = partial(TOOLS[tool], config)
