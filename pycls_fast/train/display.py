@@ -49,31 +49,30 @@ class Display:
         self._log = Console(
             file=io.StringIO(), quiet=not speaks, width=160, soft_wrap=True, highlight=False, emoji=False
         )
-        self._bar: Progress | None = None
-        self._training: TaskID | None = None
         self._last_line = float("-inf")
-        if speaks and (mode == "bar" or (mode == "auto" and self.console.is_terminal)):
-            whole = Column(no_wrap=True)
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(24 if self.console.width >= _WIDE else 8, table_column=whole),
-                MofNCompleteColumn(table_column=whole),
-                _Numbers(table_column=Column()),
-                TextColumn("left"),
-                TimeRemainingColumn(table_column=whole),
-                console=self.console,
-                refresh_per_second=4,
-                # Otherwise it would stay below the last line, which names the run folder.
-                transient=True,
-            )
+        whole = Column(no_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(24 if self.console.width >= _WIDE else 8, table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            _Numbers(table_column=Column()),
+            TextColumn("left"),
+            TimeRemainingColumn(table_column=whole),
+            console=self.console,
+            refresh_per_second=4,
+            # Otherwise it would stay below the last line, which names the run folder.
+            transient=True,
+            disable=not speaks or mode == "plain" or (mode == "auto" and not self.console.is_terminal),
+        )
+        self._training: TaskID
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._bar is not None:
+        # A disabled one would print an empty line.
+        if not self._bar.disable:
             self._bar.stop()
         if error is not None:
             known = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
@@ -112,34 +111,28 @@ class Display:
     def begin_training(self, step: int, total_steps: int, *, compiles: bool = False) -> None:
         """Show the run's progress bar from this step on; until the first numbers it says whether it `compiles`."""
         doing = "compiling" if compiles else "train"
-        if self._bar is not None:
-            self._training = self._bar.add_task(doing, total=total_steps, completed=step, numbers="")
+        self._training = self._bar.add_task(doing, total=total_steps, completed=step, numbers="")
 
     def advance(self, step: int) -> None:
-        if self._bar is not None and self._training is not None:
-            self._bar.update(self._training, completed=step)
+        self._bar.update(self._training, completed=step)
 
     def training(self, record: Mapping[str, Any], total_steps: int, *, epochs: int, seconds_left: float) -> None:
         loss, lr = f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"
         rate = f"{record['images_per_second']:,.0f} images/s"
-        if self._bar is not None and self._training is not None:
-            description = f"epoch {record['epoch']:.1f}/{epochs}"
-            numbers = f"{loss}  {rate}  {lr}"
-            self._bar.update(self._training, completed=record["step"], description=description, numbers=numbers)
+        description, numbers = f"epoch {record['epoch']:.1f}/{epochs}", f"{loss}  {rate}  {lr}"
+        self._bar.update(self._training, completed=record["step"], description=description, numbers=numbers)
         now = time.monotonic()
         is_last = record["step"] == total_steps
         if now - self._last_line >= _PLAIN_SECONDS or is_last:
             self._last_line = now
             left = datetime.timedelta(seconds=round(seconds_left))
             place = f"step {record['step']}/{total_steps}  epoch {record['epoch']:.2f}/{epochs}"
-            (self.note if self._bar is None or self._training is None else self._write)(
-                f"{place}  {loss}  {lr}  {rate}  left {left}"
-            )
+            (self.note if self._bar.disable else self._write)(f"{place}  {loss}  {lr}  {rate}  left {left}")
 
     @contextmanager
     def scoring(self, doing: str, images: int) -> Iterator[Callable[[int], None]]:
         """Show a second bar, or lines, within the block; call the result with the images scored since the last call."""
-        if self._bar is None:
+        if self._bar.disable:
             done, spoken = 0, time.monotonic()
 
             def advance(count: int) -> None:
