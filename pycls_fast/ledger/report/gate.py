@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pycls_fast.errors import DONE, UserError, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.effects import Effect
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
-from pycls_fast.ledger.report.statistics import CONFIDENCE, Speedup, geometric_mean, p_lower, p_slower, two_sided
+from pycls_fast.ledger.report.statistics import CONFIDENCE, Mean, Speedup, geometric_mean, p_lower, two_sided
 from pycls_fast.train.display import plain_table, wide_console
 
 LEVEL = (1 - CONFIDENCE) / 2
 """Significance level of each one-sided test, after Holm's correction over the variants."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
-    """The result for one quantity of a variant: its values before and now, and whether that is a loss."""
+    """A quantity of a variant before and now, and whether that is a loss, if a test of the `means` confirms it."""
 
     variant: str
     quantity: str
@@ -28,6 +29,7 @@ class Change:
     now: str
     text: str
     lost: bool = False
+    means: tuple[Mean, Mean] | None = None
 
     @property
     def row(self) -> dict[str, str]:
@@ -69,77 +71,68 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
         for what, one, other in shared
         if one != other
     )
-    by_name = {variant.name: variant for variant in now.variants}
-    measured = [variant for variant in before.variants if variant.status == "measured"]
-    speeds = [_speeds(old, by_name.get(old.name), before, now, absolute) for old in measured]
-    p_speeds = two_sided([p_slower(*found[1:]) if found else None for found in speeds])
-    changes: list[Change] = []
-    for old, found, p_speed in zip(measured, speeds, p_speeds, strict=True):
-        new, first = by_name.get(old.name), old is before.reference
-        if new is None or new.status != "measured":
-            reason = "variant is missing" if new is None else (new.reason or new.status)
-            changes.append(Change(old.name, "runs", "yes", "no", reason, lost=True))
-        elif found:
-            changes.append(_speed_change(old.name, *found, p_speed, tolerance))
-        elif _is_timed(old, first) and not _is_timed(new, first):
-            quantity = "images/s" if first else "speed-up"
-            changes.append(Change(old.name, quantity, "timed", "-", "not timed", lost=True))
-        elif first and absolute and old.timing and new.timing:
-            what = "machine" if _machine(before) != _machine(now) else "number of ranks"
-            changes.append(Change(old.name, "images/s", "", "", f"different {what}: not compared"))
-    changes += _accuracy_changes(before, now)
+    changes = [*_tested(_speeds(before, now, tolerance, absolute)), *_tested(_accuracies(before, now))]
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
     return changes
 
 
-def _speeds(
-    old: VariantRecord, new: VariantRecord | None, before: Record, now: Record, absolute: bool
-) -> tuple[str, Speedup, Speedup] | None:
-    """What there is to compare of a variant's speed: a quantity, before and now."""
-    if new is None or not old.timing or not new.timing:
-        return None
-    if old is before.reference:
-        same = _machine(before) == _machine(now) and old.ranks == new.ranks
-        return _first_speeds(old.timing, new.timing) if absolute and same else None
-    a, b = old.timing.speedup, new.timing.speedup
-    return ("speed-up", a, b) if a and b else None
+def _tested(found: Iterable[Change]) -> list[Change]:
+    """The changes; those that Welch's test does not confirm, with Holm's correction over the variants, are no loss."""
+    changes = list(found)
+    p_values = two_sided([p_lower(*change.means) if change.means else None for change in changes])
+    for change, p_value in zip(changes, p_values, strict=True):
+        if change.means and p_value > LEVEL:
+            change.lost, change.text = False, f"{change.text}, within the intervals"
+    return changes
 
 
-def _first_speeds(before: Timing, now: Timing) -> tuple[str, Speedup, Speedup]:
-    """Speeds of the first variant from its timings in two ledgers of one machine.
+def _speeds(before: Record, now: Record, tolerance: float, absolute: bool) -> Iterator[Change]:
+    """Whether each variant that was measured still is, and whether it is slower by more than the tolerance."""
+    by_name = {variant.name: variant for variant in now.variants}
+    machines = [(each.environment.processor, each.environment.cpu_count, each.device) for each in (before, now)]
+    for old in (variant for variant in before.variants if variant.status == "measured"):
+        new, first = by_name.get(old.name), old is before.reference
+        if new is None or new.status != "measured":
+            reason = "variant is missing" if new is None else (new.reason or new.status)
+            yield Change(old.name, "runs", "yes", "no", reason, lost=True)
+            continue
+        quantity, one, other = _rates(old, new) if first else ("speed-up", _speedup(old), _speedup(new))
+        if one is not None and other is None:
+            yield Change(old.name, quantity, "timed", "-", "not timed", lost=True)
+        elif one is None or other is None or (first and not absolute):
+            continue
+        elif first and (machines[0] != machines[1] or old.ranks != new.ranks):
+            what = "machine" if machines[0] != machines[1] else "number of ranks"
+            yield Change(old.name, "images/s", "", "", f"different {what}: not compared")
+        else:
+            lost, text = other.ratio < one.ratio * (1 - tolerance), f"{other.ratio / one.ratio - 1:+.1%}"
+            means = (one.mean, other.mean) if one.mean and other.mean else None
+            text += "" if means else ", without an interval"
+            yield Change(old.name, quantity, _interval(one), _interval(other), text, lost, means)
+
+
+def _speedup(variant: VariantRecord) -> Speedup | None:
+    return variant.timing and variant.timing.speedup
+
+
+def _rates(old: VariantRecord, new: VariantRecord) -> tuple[str, Speedup | None, Speedup | None]:
+    """What is compared of the first variant, from its timings in two ledgers of one machine.
 
     The rate of the same code differs between two sessions on a shared machine, by more than it does within one. The
     rate of a large matrix product, measured in every round, differs with it; images/s are therefore compared relative
     to it, if both ledgers have it.
     """
-    products = (before.matmul_flops_per_second, now.matmul_flops_per_second)
-    if None in products:
-        return "images/s", geometric_mean(before.rounds), geometric_mean(now.rounds)
+    relative = all(each.timing and each.timing.matmul_flops_per_second for each in (old, new))
 
-    def relative(timing: Timing) -> Speedup:
-        pairs = zip(timing.rounds, timing.matmul_flops_per_second or (), strict=False)
-        return geometric_mean([rate / (flops / 1e12) for rate, flops in pairs])
+    def rate(timing: Timing | None) -> Speedup | None:
+        if timing is None:
+            return None
+        products = timing.matmul_flops_per_second if relative else None
+        pairs = zip(timing.rounds, products or [1e12] * len(timing.rounds), strict=False)
+        return geometric_mean([images / (flops / 1e12) for images, flops in pairs])
 
-    return "images/s per TFLOP/s", relative(before), relative(now)
-
-
-def _speed_change(
-    variant: str, quantity: str, before: Speedup, now: Speedup, p_value: float, tolerance: float
-) -> Change:
-    """A speed is lost if it fell by more than the tolerance, and the p-value, after Holm, confirms it."""
-    beyond, is_shown = now.ratio < before.ratio * (1 - tolerance), p_value <= LEVEL
-    lost, text = beyond and is_shown, f"{now.ratio / before.ratio - 1:+.1%}"
-    if before.low is None or now.low is None:
-        lost, text = beyond, f"{text}, without an interval"
-    elif not is_shown:
-        text += ", too few rounds to say" if beyond else ", within the intervals"
-    return Change(variant, quantity, _interval(before), _interval(now), text, lost)
-
-
-def _is_timed(variant: VariantRecord, first: bool) -> bool:
-    """Whether its speed is known: the first variant's rate, or another one's speed-up over the first."""
-    return bool(variant.timing and (first or variant.timing.speedup))
+    return f"images/s{' per TFLOP/s' if relative else ''}", rate(old.timing), rate(new.timing)
 
 
 def _interval(values: Speedup) -> str:
@@ -151,27 +144,23 @@ def _interval(values: Speedup) -> str:
     return f"{text} ({' - '.join(ends)})" if ends else text
 
 
-def _accuracy_changes(before: Record, now: Record) -> list[Change]:
-    """Whether what a variant does to accuracy has become worse: Welch's test of two effects, Holm's over variants."""
+def _accuracies(before: Record, now: Record) -> Iterator[Change]:
+    """Whether what a variant does to accuracy has become worse."""
     old, new = ({e.variant: e for e in r.accuracy.effects} if r.accuracy else {} for r in (before, now))
-    pairs = [(effect, new[name]) if name in new else None for name, effect in old.items()]
-    moments = [pair and [(each.difference, each.error, max(each.freedom, 1)) for each in pair] for pair in pairs]
-    p_values = two_sided([p_lower(*pair) if pair else None for pair in moments])
     broken = now.accuracy.broken if now.accuracy else {}
-    made = []
-    for (name, effect), p_value in zip(old.items(), p_values, strict=True):
-        now_text, lost, is_shown = "-", True, p_value <= LEVEL
-        text = f"breaks training: {broken[name]}" if name in broken else "not trained"
-        if name in new:
-            change, now_text = new[name].difference - effect.difference, _effect(new[name])
-            lost, text = is_shown and change < 0, f"{change:+.2f}" + ("" if is_shown else ", within the intervals")
-        made.append(Change(name, "top-1 gained", _effect(effect), now_text, text, lost))
-    return made
+    for name, one in old.items():
+        other, quantity = new.get(name), "top-1 gained"
+        if other is None:
+            text = f"breaks training: {broken[name]}" if name in broken else "not trained"
+            yield Change(name, quantity, _effect(one), "-", text, lost=True)
+        else:
+            change, means = other.difference - one.difference, (_mean(one), _mean(other))
+            yield Change(name, quantity, _effect(one), _effect(other), f"{change:+.2f}", change < 0, means)
+
+
+def _mean(effect: Effect) -> Mean:
+    return effect.difference, effect.error, max(effect.freedom, 1)
 
 
 def _effect(effect: Effect) -> str:
     return f"{effect.difference:+.2f} ({effect.low:+.2f} - {effect.high:+.2f})"
-
-
-def _machine(record: Record) -> tuple[object, ...]:
-    return record.environment.processor, record.environment.cpu_count, record.device

@@ -50,6 +50,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, t_quantile(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
+Mean = tuple[float, float, int]
+"""A mean, its standard error, and the degrees of freedom of that."""
+
+
 @dataclass(frozen=True)
 class Speedup:
     """A rate over the reference's, from rounds (or pairs of turns) in which both were measured: the geometric mean and
@@ -59,6 +63,14 @@ class Speedup:
     low: PositiveFloat | None
     high: PositiveFloat | None
     rounds: PositiveInt
+
+    @property
+    def mean(self) -> Mean | None:
+        """That of the rounds' logarithms, whose error is recovered from the interval; None without one."""
+        if self.low is None or self.high is None:
+            return None
+        freedom = self.rounds - 1
+        return math.log(self.ratio), math.log(self.high / self.low) / 2 / t_quantile(freedom), freedom
 
 
 def geometric_mean(ratios: Sequence[float]) -> Speedup:
@@ -124,25 +136,9 @@ def two_sided(p_values: Sequence[float | None]) -> list[float]:
     return [min(pair) for pair in zip(holm(p_values), holm(gains), strict=True)]
 
 
-Mean = tuple[float, float, int]
-"""A mean, its standard error, and the degrees of freedom of that."""
-
-
 def p_lower(before: Mean, now: Mean) -> float:
     """p-value of Welch's one-sided test that a mean is lower now; two without errors are compared as they are."""
     if not before[1] and not now[1]:
         return 0.5 if before[0] == now[0] else float(now[0] > before[0])
     now_s, before_s = ((mean, error * math.sqrt(free + 1), free + 1) for mean, error, free in (now, before))
     return float(stats.ttest_ind_from_stats(*now_s, *before_s, equal_var=False, alternative="less").pvalue)
-
-
-def p_slower(before: Speedup, now: Speedup) -> float | None:
-    """p-value of the test that a rate is lower now; None if one side has no interval."""
-    means = list[Mean]()
-    for values in (before, now):
-        if values.low is None or values.high is None:
-            return None
-        # The error of the mean of the rounds' logarithms, recovered from its interval.
-        error = math.log(values.high / values.low) / 2 / t_quantile(values.rounds - 1)
-        means.append((math.log(values.ratio), error, values.rounds - 1))
-    return p_lower(*means)
