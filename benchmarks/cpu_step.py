@@ -29,7 +29,6 @@ from turns import Clock, Contender, add_clock, around_median, clock_of, take_tur
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
-from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
@@ -185,7 +184,7 @@ def table(name: str, everyone: Sequence[Contender], tried: Mapping[str, float], 
         cells = [
             around_median([1e3 * s for s in each.seconds]),
             f"{batch / statistics.median(each.seconds):.1f}",
-            *(speed_text(each.over(other)) for other in others),
+            *(str(each.over(other)) for other in others),
         ]
         lines.append(f"| {each.name} | {' | '.join(cells)} |")
     lines += ["", "Settings of the plain loop that were tried, with their medians in the selection rounds:", ""]

@@ -38,7 +38,6 @@ from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.ledger.report.statistics import spread
-from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.train.environment import environment, provenance_lines
 
 SIZE, SHORT_SIDE = 224, 320
@@ -225,7 +224,7 @@ def table(title: str, arms: list[Contender], images: int) -> str:
         "|---|---|---|---|",
     ]
     for each in arms:
-        shown = " | ".join(speed_text(each.over(reference)) for reference in arms[:2])
+        shown = " | ".join(str(each.over(reference)) for reference in arms[:2])
         lines.append(f"| {each.name} | {around_median(rates(each, images))} | {shown} |")
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.device import synchronize
-from pycls_fast.ledger.report.text import speed_text
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
 from pycls_fast.optim.weights import LocalShards, OwnedWeights
@@ -165,7 +164,7 @@ def table(name: str, steps: Sequence[Contender], first: Mapping[str, float]) -> 
     loop = steps[0]
     for each in steps:
         times = around_median([1e3 * seconds for seconds in each.seconds], 1)
-        ratio = "1" if each is loop else speed_text(each.over(loop))
+        ratio = "1" if each is loop else str(each.over(loop))
         lines.append(f"| {each.name} | {times} | {ratio} | {first[each.name]:.1f} |")
     return "\n".join(lines) + "\n"
 

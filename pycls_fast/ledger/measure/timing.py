@@ -13,6 +13,7 @@ from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.variant import TimedVariant, speed_comparison
 from pycls_fast.ledger.measure.workloads import PartName, StepRange
+from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import provenance
@@ -59,7 +60,7 @@ def time_variants(
         order = StepRange()
         built: list[TimedVariant] = []
         for name, config in variants:
-            built.append(TimedVariant.build(name, config, PARTS[mode], world, order, built, matmul_size))
+            built.append(TimedVariant(name, config, PARTS[mode], world, order, built, matmul_size))
         for part in PARTS[mode]:
             length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
             display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
@@ -78,10 +79,8 @@ def time_variants(
                 )
         if not world.is_main:
             return DONE
-        settings = {
-            "mode": mode, "steps": steps, "warmup_steps": warmup_steps, "repeats": repeats, "seconds": seconds
-        }  # fmt: skip
-        record = _record(built, settings, world)
+        lengths = {"steps": steps, "warmup_steps": warmup_steps, "seconds": seconds}
+        record = _record(built, {"mode": mode, "repeats": repeats, **lengths}, world)
         write_json(file, record)
         print_record(display, record)
         display.note(f"written to {file}")
@@ -151,13 +150,13 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
     if len(variants) == 1:
         tables = [[{"": _TITLES[part], **_cells(first[part])} for part in parts]]
     else:
-        found = {(c["part"], c["variant"]): _speedup(c) for c in record["comparisons"]}
+        speedups = {(c["part"], c["variant"]): Speedup(**c["speedup"]) for c in record["comparisons"]}
         tables = [
             [
                 {
                     _TITLES[part]: each["name"],
                     **_cells(each[part]),
-                    **found.get((part, each["name"]), {"speed-up": "1"}),
+                    "speed-up (95%)": str(speedups.get((part, each["name"]), 1)),
                 }
                 for each in variants
             ]
@@ -226,11 +225,3 @@ def _cells(part: Mapping[str, Any]) -> Row:
     if part["memory_peak_bytes"] is not None:
         row["memory"] = human(part["memory_peak_bytes"], "B")
     return row
-
-
-def _speedup(comparison: Mapping[str, Any]) -> Row:
-    low, high = comparison["speedup_low"], comparison["speedup_high"]
-    return {
-        "speed-up": f"{comparison['speedup']:.3f}",
-        "95% interval": "needs 2 pairs" if low is None else f"{low:.3f} - {high:.3f}",
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,11 @@ from pycls_fast.ledger.measure.workloads import (
     synthetic_batch,
 )
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
-from pycls_fast.models.complexity import Complexity, complexity
+from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.seeds import counter_seed
-from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory
 from pycls_fast.train.resolving import with_precision
@@ -43,7 +42,6 @@ from pycls_fast.values import Size
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
 
-@dataclass
 class TimedVariant:
     """A built configuration with its measurements.
 
@@ -53,26 +51,15 @@ class TimedVariant:
         stages: record of the input pipeline's stages.
     """
 
-    name: str
     config: RunConfig
-    world: World
-    switches: Speed
-    sources: dict[str, Images]
-    complexity: Complexity
-    training_complexity: Complexity
-    classes: int
-    memory: DeviceMemory
+    sources: Mapping[str, Images]
     matmul: MatmulPeak | None = None
     trainer: Trainer | None = None
-    parts: dict[PartName, Part] = field(default_factory=dict)
-    lengths: dict[PartName, int] = field(default_factory=dict)
-    turns: dict[PartName, list[Turn]] = field(default_factory=dict)
-    skipped_steps: int = 0
+    skipped_steps = 0
     stages: dict[str, Any] | None = None
 
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         name: str,
         config: RunConfig,
         parts: Sequence[PartName],
@@ -80,7 +67,7 @@ class TimedVariant:
         order: StepRange,
         others: Sequence[TimedVariant],
         matmul_size: int | None,
-    ) -> TimedVariant:
+    ) -> None:
         """Build what the parts need.
 
         Args:
@@ -100,31 +87,34 @@ class TimedVariant:
         build.set_backend(config, world.device, switches)
         build.microbatch_size(config, world)
         same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
-        sources = same_data[0] if same_data else build.sources(config, world)
-        train = sources["train"]
-        classes = build.num_classes(config, train)
-        config = resolve_auto(config, len(train), world, classes=classes)
+        self.sources = same_data[0] if same_data else build.sources(config, world)
+        train = self.sources["train"]
+        self.classes = build.num_classes(config, train)
+        config = resolve_auto(config, len(train), world, classes=self.classes)
         if {"loader", "both"} & set(parts):
             # Only these parts read images, and need at least one global batch.
             build.steps_per_epoch(config, len(train))
-        sizes = (config.data.image_size, config.data.training_image_sizes[0])
+        sizes, classes = (config.data.image_size, config.data.training_image_sizes[0]), self.classes
         counts = {size: complexity(lambda: build.counted_model(config, classes), image_size=size) for size in {*sizes}}
-        counted, trained = (counts[size] for size in sizes)
+        self.complexity, self.training_complexity = (counts[size] for size in sizes)
+        flops = self.complexity.forward_flops
         # As a training that is long enough to be compiled: a variant's seconds are those of its steps.
-        switches = build.compile_for_gpu(config, switches, world, images=math.inf, flops=counted.forward_flops)
-        made = cls(name, config, world, switches, sources, counted, trained, classes, DeviceMemory(world.device))
+        self.switches = build.compile_for_gpu(config, switches, world, images=math.inf, flops=flops)
+        self.name, self.config, self.world, self.memory = name, config, world, DeviceMemory(world.device)
+        self.parts = dict[PartName, Part]()
+        self.lengths = dict[PartName, int]()
+        self.turns = dict[PartName, list[Turn]]()
         if {"train", "inference", "both"} & set(parts):
             peaks = (other.matmul for other in others if _products(other.config) == _products(config))
-            made.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
+            self.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
             # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
-            made.matmul.measure()
-            with made.memory.during("building"):
-                made._build_model_parts(parts)
+            self.matmul.measure()
+            with self.memory.during("building"):
+                self._build_model_parts(parts)
         for part in ("loader", "both"):
             if part in parts:
-                trainer = made.trainer if part == "both" else None
-                made.parts[part] = LoaderPart(config, train, switches, world, order, trainer)
-        return made
+                trainer = self.trainer if part == "both" else None
+                self.parts[part] = LoaderPart(config, train, self.switches, world, order, trainer)
 
     def _build_model_parts(self, parts: Sequence[PartName]) -> None:
         config, switches, world = self.config, self.switches, self.world
@@ -327,20 +317,16 @@ def part_record(
 
 
 def speed_comparison(part: str, reference: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
-    """The variant's images per second over the reference's, turn by turn."""
+    """The variant's images per second over the reference's, turn by turn, and its memory over the reference's."""
     rates = [
         [record[part]["images_per_step"] / seconds for seconds in record[part]["turn_seconds"]]
         for record in (reference, variant)
     ]
     peaks = [record[part]["memory_peak_bytes"] for record in (reference, variant)]
-    found = paired_ratio(*rates)
     return {
         "part": part,
         "variant": variant["name"],
         "reference": reference["name"],
-        "speedup": found.ratio,
-        "speedup_low": found.low,
-        "speedup_high": found.high,
-        "pairs": found.rounds,
+        "speedup": asdict(paired_ratio(*rates)),
         "memory_ratio": None if None in peaks else peaks[1] / peaks[0],
     }

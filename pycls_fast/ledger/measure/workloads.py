@@ -6,13 +6,14 @@ Each part runs a few steps at a time, so that several variants of a configuratio
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,14 +45,16 @@ class Turn:
     first_batch: float | None = None
 
 
-class Part(Protocol):
+class Part(ABC):
     """Something that can be stepped and timed; `images_per_step` are those of all ranks."""
 
     images_per_step: int
 
     def warm_up(self, steps: int) -> None:
         """Run steps that do not count."""
+        self.turn(steps)
 
+    @abstractmethod
     def turn(self, steps: int) -> Turn:
         """Time steps of this rank."""
 
@@ -82,7 +85,7 @@ class Trainer:
 
 
 @dataclass
-class TrainPart:
+class TrainPart(Part):
     """Training steps on one microbatch that is already on the device, `accumulation_steps` times in each step.
 
     Training does not hold all microbatches of a step in memory either.
@@ -112,7 +115,7 @@ class TrainPart:
 
 
 @dataclass
-class InferencePart:
+class InferencePart(Part):
     """The forward pass of evaluation, uint8 images to logits, on one batch that is already on the device."""
 
     step: Step
@@ -129,9 +132,6 @@ class InferencePart:
         with uncompiled(self.network), self.step.autocast():
             logits_BK: Tensor = self.network(self.step.prepare(self.batch))
         return logits_BK
-
-    def warm_up(self, steps: int) -> None:
-        self.turn(steps)
 
     def turn(self, steps: int) -> Turn:
         was_training = self.network.training
@@ -179,7 +179,7 @@ class _Feed:
 
 
 @dataclass
-class LoaderPart:
+class LoaderPart(Part):
     """The input pipeline: workers, collation, the copy to the device; with a trainer, training fed by it.
 
     Every turn starts its own workers, as two live loaders would compete for cores. Batches arrive in bursts of one

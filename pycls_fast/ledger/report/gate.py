@@ -113,7 +113,7 @@ def _speeds(before: Record, now: Record, tolerance: float, absolute: bool) -> It
 
 
 def _speedup(variant: VariantRecord) -> Speedup | None:
-    return variant.timing and variant.timing.speedup
+    return None if variant.timing is None else variant.timing.speedup
 
 
 def _rates(old: VariantRecord, new: VariantRecord) -> tuple[str, Speedup | None, Speedup | None]:

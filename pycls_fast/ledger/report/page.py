@@ -28,7 +28,6 @@ from pycls_fast.ledger.report.text import (
     remarks,
     rows,
     size_text,
-    speed_text,
     state,
     title,
     verdicts,
@@ -281,7 +280,7 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
     elif variant is record.reference:
         kind, big, lines = "", "1x", [ranks, f"{timing.images_per_second:,.0f} images/s" if timing else ""]
     else:
-        big, _, interval = speed_text(timing.speedup if timing else None).partition(" ")
+        big, _, interval = str((timing and timing.speedup) or "").partition(" ")
         kind, verdict = verdicts(record).get(variant.name, ("", ""))
         lines = [interval.strip("()"), ranks, verdict]
     return {"name": variant.name, "kind": kind, "big": big, "lines": lines}

@@ -64,6 +64,11 @@ class Speedup:
     high: PositiveFloat | None
     rounds: PositiveInt
 
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.ratio:.2f}x (one round)"
+        return f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
     @property
     def mean(self) -> Mean | None:
         """That of the rounds' logarithms, whose error is recovered from the interval; None without one."""

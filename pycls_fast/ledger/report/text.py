@@ -9,7 +9,6 @@ from typing import Literal
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.ledger.report.effects import ALPHA_INTERPLAY, CHANCE, LOOKS, Effect, more_runs, resolution
 from pycls_fast.ledger.report.record import Accuracy, Record, Timing, VariantRecord
-from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.train.display import human, plain_table, wide_console
 
 # From so many times the variance of independent images on, most of it is how good a training is.
@@ -85,7 +84,7 @@ def _fastest(record: Record) -> str:
     variant, speedup = max(faster, key=lambda each: each[1].ratio)
     ranks = f" on {variant.ranks} ranks" if variant.ranks != record.reference.ranks else ""
     below = ", on top of those before it" if record.settings.mode == "cumulative" else ""
-    return f"{speed_text(speedup)}{ranks} over '{first}' with '{variant.name}'{below}; accuracy not measured."
+    return f"{speedup}{ranks} over '{first}' with '{variant.name}'{below}; accuracy not measured."
 
 
 def verdicts(record: Record) -> dict[str, tuple[Kind, str]]:
@@ -138,14 +137,6 @@ def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
     return f"about {more} more trainings ({minutes:.0f} min) would decide with {CHANCE:.0%} chance"
 
 
-def speed_text(speedup: Speedup | None) -> str:
-    if speedup is None:
-        return ""
-    if speedup.low is None or speedup.high is None:
-        return f"{speedup.ratio:.2f}x (one round)"
-    return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
-
-
 def state(variant: VariantRecord) -> str:
     """Why a variant has no numbers, in a few words; the full reason is in the notes."""
     if variant.needs:
@@ -177,8 +168,8 @@ def _timing_cells(variant: VariantRecord, record: Record) -> Row:
     flops, share = timing.flops_per_second, timing.share_of_matmul
     return {
         "images/s": f"{timing.images_per_second:,.1f}",
-        "speed-up (95%)": "1" if first else speed_text(timing.speedup),
-        "over the one before": "" if variant.before == record.reference.name else speed_text(timing.speedup_before),
+        "speed-up (95%)": "1" if first else str(timing.speedup or ""),
+        "over the one before": "" if variant.before == record.reference.name else str(timing.speedup_before or ""),
         "ms a step (p90)": f"{timing.step_seconds_p50 * 1e3:.1f} ({timing.step_seconds_p90 * 1e3:.1f})",
         "FLOP/s": "" if flops is None else human(flops),
         "of matmul": "" if share is None else f"{share:.0%}",
@@ -263,7 +254,7 @@ def print_table(record: Record) -> None:
     found = verdicts(record)
     for variant in record.variants:
         which, verdict = found.get(variant.name, ("open", state(variant)))
-        speed = speed_text(variant.timing.speedup_before if variant.timing else None)
+        speed = str((variant.timing and variant.timing.speedup_before) or "")
         if verdict:
             console.tell(f"{variant.name}: {'; '.join(filter(None, (speed, verdict)))}", colors[which])
     for line in accuracy_remarks(record):
