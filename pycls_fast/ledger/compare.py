@@ -241,6 +241,7 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
     labels_N, first_N, second_N = one.labels_N, one.predicted_N, two.predicted_N
     losses_N2 = np.stack([one.losses_N, two.losses_N], axis=1)
     right_N2 = np.stack([one.right, two.right], axis=1)
+    wrong_N = ~right_N2.any(axis=1)
     classes = a.classes or b.classes or ()
     source = a.source or b.source
 
@@ -264,8 +265,8 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
     return {
         "pair": pair_images(labels_N, first_N, second_N),
         "left_out": len(mine.indices_N) + len(others.indices_N) - 2 * len(labels_N),
-        "both_wrong": int((~right_N2.any(axis=1)).sum()),
-        "both_wrong_otherwise": int((~right_N2.any(axis=1) & (first_N != second_N)).sum()),
+        "both_wrong": int(wrong_N.sum()),
+        "both_wrong_otherwise": int((wrong_N & (first_N != second_N)).sum()),
         "classes": _by_class(classes, labels_N, right_N2),
         "only_a": images(0),
         "only_b": images(1),
@@ -285,12 +286,8 @@ def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray
     for label in np.unique(labels_N).tolist():
         rows_M2 = right_N2[labels_N == label]
         a, b = (100.0 * rows_M2.mean(axis=0)).tolist()
-        lost = int((rows_M2[:, 0] & ~rows_M2[:, 1]).sum())
-        won = int((~rows_M2[:, 0] & rows_M2[:, 1]).sum())
-        found.append(
-            {"label": label, "class": class_name(classes, label), "images": len(rows_M2), "a": a, "b": b}
-            | {"difference": b - a, "only_a": lost, "only_b": won}
-        )
+        name = class_name(classes, label)
+        found.append({"class": name, "images": len(rows_M2), "a": a, "b": b, "difference": b - a})
     return sorted(found, key=lambda row: -abs(row["difference"]))
 
 
@@ -323,8 +320,7 @@ def report_folds(folders: Sequence[str], report: str) -> None:
         whole, rows_M = each.source.source, each.source.rows[each.predictions.indices_N]
         wholes.add((whole.where, whole.classes, len(whole)))
         parts.append(replace(each.predictions, indices_N=rows_M.astype(np.int64)))
-    columns = zip(*(vars(part).values() for part in parts), strict=True)
-    found = Predictions(*map(np.concatenate, columns))
+    found = Predictions(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
     # Settings may differ: some are chosen anew by each run.
     if len(wholes) > 1 or len(np.unique(found.indices_N)) < len(found.indices_N):
         raise UserError("report: these are not runs of different folds of the same images; give those alone")

@@ -254,13 +254,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-_LONGEST = 24
-
-
-def one_line(name: str) -> str:
-    """The name on one line, cut to 24 characters; control characters and lone surrogates become "?"."""
+def one_line(name: str, most: int = 24) -> str:
+    """The name on one line, cut to so many characters; control characters and lone surrogates become "?"."""
     shown = "".join("?" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") else c for c in name)
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 def epochs(value: float) -> str:

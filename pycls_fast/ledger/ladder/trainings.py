@@ -45,7 +45,7 @@ from pycls_fast.ledger.report.effects import (
     runs_that_resolve,
     sum_of,
 )
-from pycls_fast.ledger.report.record import Accuracy, OverallFit, PlannedFamily, TrainedRun
+from pycls_fast.ledger.report.record import Accuracy, OverallFit, TrainedRun
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 
@@ -221,11 +221,6 @@ class CrossedTrainings:
             runs=self.trained([*self._screening(), *_pairs(chain(*designs, groups))]),
             effects=[*map(identical, self.factors.identical), *chain(*effects)],
             looks=[look for looks, _ in results for look in looks],
-            plan=[
-                PlannedFamily(names=list(f.names), runs=[2 * len(f.at_look(place)) for place in range(len(LOOKS))])
-                for group in groups
-                for f in group
-            ],
             broken=self.factors.broken,
             fit=self._overall_fit(groups[0][0], results[0][1][0]) if results and results[0][1] else None,
         )
@@ -320,6 +315,5 @@ def _trained(folder: Path, seed: int, on: Sequence[str]) -> TrainedRun:
     if not RunFolder(folder).finished:
         return TrainedRun(seed=seed, on=list(on), failed=read_measurement(folder / FAILED, SavedFailure).reason)
     ended = read_measurement(folder / "summary.json", SavedResult)
-    top1, count = ended.final.top1, ended.final.count
-    correct, seconds = round(top1 * count / 100), ended.wall_seconds
-    return TrainedRun(seed=seed, on=list(on), top1=top1, correct=correct, count=count, seconds=seconds)
+    final, seconds = ended.final, ended.wall_seconds
+    return TrainedRun(seed=seed, on=list(on), top1=final.top1, count=final.count, seconds=seconds)

@@ -33,7 +33,6 @@ from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import short_training
-from pycls_fast.train.display import Display
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.folder import write_json
 from pycls_fast.train.step import Step
@@ -185,18 +184,11 @@ class LayerCounts:
         """Count a gradient, in float32 or wider and without the loss scale."""
         size = gradient.abs().flatten()
         nonzero = size > 0
-        exponent = torch.frexp(size).exponent.long() - 1
-        inside = exponent.clamp(LOW, HIGH) - LOW
-        self.exponents.scatter_add_(0, inside, nonzero.long())
-        scaled = size * self.scale
-        self.sums[:4] += torch.stack(
-            [
-                torch.ones_like(nonzero).sum(),
-                (~nonzero).sum(),
-                (nonzero & (size.half() == 0)).sum(),
-                (nonzero & (scaled.half() == 0)).sum(),
-            ]
-        )
+        places = (torch.frexp(size).exponent.long() - 1).clamp(LOW, HIGH) - LOW
+        self.exponents.scatter_add_(0, places, nonzero.long())
+        lost = [nonzero & (each.half() == 0) for each in (size, size * self.scale)]
+        counted = (torch.ones_like(nonzero), ~nonzero, *lost)
+        self.sums[:4] += torch.stack([each.sum() for each in counted])
 
     @torch.no_grad()
     def add_update(self, before: Tensor, after: Tensor) -> None:
@@ -291,8 +283,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         watch = Watch(parts.network, loss_scale)
         for _ in range(warmup_steps):
             training.step()
-        for _ in range(steps):
-            with watch.around(parts.step.optimizer):
+        with watch.around(parts.step.optimizer):
+            for _ in range(steps):
                 training.step()
         loss = training.metrics.read(world)["loss"]
     total, layers = watch.records()
@@ -310,25 +302,14 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         "layers": layers,
         "config": parts.config.model_dump(mode="json"),
     }
-    file = training.file
-    write_json(file, record)
-    _print(training.display, record)
-    print(f"written to {file}")
+    write_json(training.file, record)
+    shown = {
+        "gradients that are zero in float16": "below_subnormal",
+        f"the same, loss x {loss_scale:g}": "below_subnormal_scaled",
+        "updates lost without a float32 master, float16": "updates_lost_float16",
+        "updates lost without a float32 master, bfloat16": "updates_lost_bfloat16",
+    }
+    rows = [(what, f"{100 * total[key]:.3g}%") for what, key in shown.items()]
+    training.display.table(f"{config.config_name}: {steps} steps after {warmup_steps}", rows)
+    print(f"written to {training.file}")
     return DONE
-
-
-def _print(display: Display, record: Mapping[str, Any]) -> None:
-    total, scale = record["total"], record["loss_scale"]
-
-    def percent(key: str) -> str:
-        return f"{100 * total[key]:.3g}%"
-
-    display.table(
-        f"{record['config_name']}: {record['steps']} steps after {record['warmup_steps']}",
-        [
-            ("gradients that are zero in float16", percent("below_subnormal")),
-            (f"the same, loss x {scale:g}", percent("below_subnormal_scaled")),
-            ("updates lost without a float32 master, float16", percent("updates_lost_float16")),
-            ("updates lost without a float32 master, bfloat16", percent("updates_lost_bfloat16")),
-        ],
-    )

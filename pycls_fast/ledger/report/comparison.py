@@ -94,13 +94,12 @@ def numbers(record: Record) -> list[Row]:
     rows = []
     for what, key, text, against in _NUMBERS:
         one, two = a[key], b[key]
-        if one is None and two is None:
-            continue
         compared = ""
-        if one is not None and two is not None and against:
+        if None not in (one, two) and against:
             compared = f"{two - one:{against}}" if against != "ratio" else f"{two / one:.2f}x" if one else ""
-        cells = ("-" if value is None else text(value) for value in (one, two))
-        rows.append(dict(zip(("number", "A", "B", "B to A"), (what, *cells, compared), strict=True)))
+        if {one, two} != {None}:
+            cells = {name: "-" if value is None else text(value) for name, value in (("A", one), ("B", two))}
+            rows.append({"number": what, **cells, "B to A": compared})
     if a["device"] != b["device"]:
         rows.append({"number": "device", "A": a["device"] or "-", "B": b["device"] or "-", "B to A": ""})
     return rows

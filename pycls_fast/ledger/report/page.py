@@ -32,6 +32,7 @@ from pycls_fast.ledger.report.text import (
     title,
     verdicts,
 )
+from pycls_fast.train.display import one_line
 from pycls_fast.train.folder import write_text
 from pycls_fast.train.pictures import data_url, render
 
@@ -78,16 +79,6 @@ def plain_axes(rows: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def literal(text: str, most: int = 26) -> str:
-    """A name cut to `most` characters and escaped, so that matplotlib draws it as it is.
-
-    Matplotlib reads text between two dollar signs as mathematics, and leaves names that begin with an underscore out
-    of legends.
-    """
-    cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return f"{' ' if cut.startswith('_') else ''}{cut}".replace("$", r"\$")
-
-
 @dataclass(frozen=True)
 class Bar:
     """A variant's bar: its length, the text at its end, and the ends of its interval."""
@@ -121,7 +112,8 @@ def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
 
 
 def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
-    axes.set_yticks(range(len(variants)), [literal(variant.name) for variant in variants])
+    names = [one_line(variant.name, 26) for variant in variants]
+    axes.set_yticks(range(len(variants)), names, parse_math=False)
     axes.invert_yaxis()
 
 
@@ -148,7 +140,7 @@ def _decision(record: Record) -> Chart | None:
         axes.errorbar(
             speedup.ratio, effect.difference, yerr=errors, color=COLORS[kind(effect)], capsize=3, linestyle="none",
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
-            label=literal(f"{effect.variant}: {effect.word or 'not at a look'}", 44),
+            label=f"{one_line(effect.variant, 26)}: {effect.word or 'not at a look'}",
         )  # fmt: skip
     axes.margins(x=0.08)
     axes.annotate(
@@ -211,15 +203,9 @@ def _rounding(record: Record) -> Chart | None:
             for what, value, fill in (("gradients", error.gradient_error, INK), ("logits", error.logit_error, "white")):
                 if isinstance(value, float) and value > 0:
                     shown[sign, fill] = f"{what}, {when}"
-                    style: dict[str, Any] = {
-                        "marker": sign,
-                        "markerfacecolor": fill,
-                        "markersize": 7,
-                        "linestyle": "none",
-                    }
-                    axes.plot(value, place, color=INK, **style)
+                    axes.plot(value, place, sign, color=INK, markerfacecolor=fill, markersize=7)
     for (sign, fill), label in sorted(shown.items(), key=lambda each: each[1].endswith("steps")):
-        axes.plot([], [], marker=sign, color=INK, markerfacecolor=fill, linestyle="none", label=label)
+        axes.plot([], [], sign, color=INK, markerfacecolor=fill, label=label)
     name_rows(axes, [variant for variant, _ in found])
     axes.grid(axis="x", alpha=0.3)
     axes.set(xscale="log", xlabel="relative error against float64")

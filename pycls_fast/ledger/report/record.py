@@ -87,23 +87,14 @@ class Rounding(_Part):
 
 
 class TrainedRun(_Part):
-    """One crossed training: the variants that were on, top-1 in percent of so many images and how many images that is,
-    or why it failed."""
+    """One crossed training: the variants that were on, and top-1 in percent of `count` images, or why it failed."""
 
     seed: int
     on: list[str]
     top1: float | None = None
-    correct: int | None = None
     count: int | None = None
     seconds: float | None = None
     failed: str | None = None
-
-
-class PlannedFamily(_Part):
-    """Variants that are estimated together, and the number of trainings at each look."""
-
-    names: list[str]
-    runs: list[int]
 
 
 class OverallFit(_Part):
@@ -128,7 +119,6 @@ class Accuracy(_Part):
     runs: list[TrainedRun]
     effects: list[Effect]
     looks: list[Look]
-    plan: list[PlannedFamily]
     broken: dict[str, str]
     fit: OverallFit | None
 

@@ -191,10 +191,10 @@ def variant(name: str, before: str | None, **values: Any) -> dict[str, Any]:
 def accuracy(*effects: Effect, broken: Mapping[str, str] | None = None, count: int = 64) -> Accuracy:
     """What so many trainings of 1,000 images each said, at the second look."""
     looked = [effect for effect in effects if effect.word not in (None, "identical")]
-    run = TrainedRun(seed=0, on=[], top1=90.0, correct=900, count=1000, seconds=60.0, failed=None)
+    run = TrainedRun(seed=0, on=[], top1=90.0, count=1000, seconds=60.0, failed=None)
     return Accuracy(
         runs=[run] * count, effects=list(effects), looks=[Look(1, count, (0.02, 0.01, 0.01), looked)],
-        plan=[], broken=dict(broken or {}),
+        broken=dict(broken or {}),
         fit=OverallFit(
             deviation=0.2, floor=0.1, variance_ratio=4.0, resolution=0.15,
             together=Together(["z"], -0.1, 0.1, -0.3, 0.1), interplay=Interplay(("quick", "two"), -1.5, 0.001),
