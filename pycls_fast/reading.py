@@ -34,14 +34,8 @@ DEPTH = 50
 
 
 def open_file(file: str | Path, limit: int | None) -> BinaryIO:
-    """An ordinary file, open for reading; never waits for a pipe or a device.
-
-    Args:
-        limit: the most bytes; None for what is read piece by piece.
-
-    Raises:
-        OSError: it is no ordinary file or too large, besides the system's reasons.
-    """
+    """An ordinary file, open for reading; never waits for a pipe or a device. An `OSError` if it has more than `limit`
+    bytes (None for what is read piece by piece) or is no ordinary file, besides the system's reasons."""
     if "\0" in os.fspath(file):
         raise OSError(errno.EINVAL, "has a NUL in its name", repr(file))
     # O_NONBLOCK: opening a pipe without a writer would wait for one.
@@ -65,12 +59,8 @@ def read_bytes(file: str | Path, limit: int = TEXT_BYTES) -> bytes:
 
 
 def read_npz(file: Path) -> dict[str, Any]:
-    """The arrays in an `.npz`, by name.
-
-    Raises:
-        OSError: see `open_file`.
-        ValueError: it is damaged, something else, or would unpack to far more than it is.
-    """
+    """The arrays in an `.npz`, by name; raises as `open_file`, and a `ValueError` if it is damaged, something else, or
+    would unpack to far more than it is."""
     import numpy as np
 
     kinds = (AttributeError, KeyError, TypeError, EOFError, SyntaxError, MemoryError, NotImplementedError)
@@ -95,11 +85,8 @@ def check_unpacked(archive: BinaryIO) -> None:
 
 
 def plain(values: Any, depth: int = DEPTH) -> Any:
-    """The values themselves: containers with names that are text, and what JSON has.
-
-    Raises:
-        ValueError: there is something else in them, or they are nested too deeply.
-    """
+    """The values themselves: containers with names that are text, and what JSON has; a `ValueError` if there is
+    something else in them, or they are nested too deeply."""
     if isinstance(values, dict | list):
         if depth == 0:
             raise ValueError("it is nested too deeply")
@@ -135,12 +122,8 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> Any:
-    """The values in a file of YAML.
-
-    Raises:
-        OSError: see `read_bytes`.
-        ValueError: it is no YAML, nested too deeply, or has aliases or dates.
-    """
+    """The values in a file of YAML; raises as `read_bytes`, and a `ValueError` if it is no YAML, nested too deeply, or
+    has aliases or dates."""
     try:
         return plain(yaml.load(read_bytes(file, CONFIG_BYTES).decode(), _PlainLoader))  # a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
@@ -330,11 +313,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def check(schema: type[Model], values: Any) -> Model:
-    """Decoded values, or bytes of JSON, that have a schema's fields and types.
-
-    Raises:
-        ValueError: the first that is wrong.
-    """
+    """Decoded values, or bytes of JSON, that have a schema's fields and types; a `ValueError` tells the first that is
+    wrong."""
     try:
         return schema.model_validate_json(values) if isinstance(values, bytes) else schema.model_validate(values)
     except ValidationError as error:

@@ -308,12 +308,9 @@ META2022: Mapping[str, str] = {
 def resolve(asked: Speed, device: Device, optimizer: Optimizer | None = None, *, in_16_bits: bool = False) -> Speed:
     """The value of every switch on this device: the one set by hand, else the preset's.
 
-    Args:
-        optimizer: the chosen one. The preset takes its fastest implementation on this device.
-        in_16_bits: products are in bfloat16 or float16, for which other values may be the fastest.
-
-    Raises:
-        UserError: a chosen value cannot run on this device, or the optimizer lacks a chosen implementation.
+    The preset takes the fastest implementation that the optimizer has; with products `in_16_bits` (bfloat16 or float16)
+    other values may be the fastest. A `UserError` if a chosen value cannot run on this device, or the optimizer lacks a
+    chosen implementation.
     """
     values: dict[str, str] = {}
     problems: list[str] = []
@@ -349,9 +346,7 @@ def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_
     """Replace an implementation that the preset chose and that does not exist.
 
     The replacement is foreach on a GPU and the loop on a CPU, where foreach is slower (docs/results/optimizers_cpu.md).
-
-    Raises:
-        UserError: it was chosen by hand.
+    A `UserError` if it was chosen by hand.
     """
     # An optimizer that cannot be compiled at all is refused by `config/conflicts.py`.
     compiled = optimizer.compilable if resolved.optimizer_compile == "on" else ()

@@ -56,11 +56,7 @@ class Composed:
 
     @classmethod
     def from_hydra(cls, config: DictConfig, hydra_config: Any) -> Composed:
-        """Resolve interpolations and convert to plain values.
-
-        Raises:
-            UserError: an interpolation cannot be resolved, or a value is left as `???`.
-        """
+        """Plain values, interpolations resolved; a `UserError` for what cannot be resolved, or is left as `???`."""
         runtime = hydra_config.runtime
         composed = cls(
             values={},
@@ -138,13 +134,9 @@ def typed_overrides(hydra_config: Any) -> tuple[str, ...]:
 
 
 def check(composed: Composed, purpose: Purpose, options: type[Section] = Section) -> RunConfig:
-    """Validate strictly, then check combinations of keys.
+    """Validate strictly, then check combinations of keys; a `UserError` has one line per bad value.
 
-    Args:
-        options: a tool's own keys, which are no part of the configuration.
-
-    Raises:
-        UserError: one line per bad value, all at once.
+    `options` are a tool's own keys, which are no part of the configuration.
     """
     refuse(
         "config_name: the name of the experiment's file; choose it with --config-name (the command line)"
@@ -160,11 +152,8 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by name. The current folder is searched first, unless it is on the path already.
-
-    Raises:
-        UserError: there is no such module, or it fails.
-    """
+    """Import modules by name; a `UserError` for one that is not there or fails. The current folder is searched first,
+    unless it is on the path already."""
     # torchrun and the tools put only the script's folder on the path. Workers that are not forked inherit the path.
     here = str(Path.cwd())
     for name in names:
@@ -190,11 +179,8 @@ def module_names(values: Mapping[str, Any]) -> list[str]:
 def validate(
     schema: type[Options], values: Mapping[str, Any], where: messages.Where, also: Iterable[str] = ()
 ) -> Options:
-    """Validate plain values as a section. They are validated as JSON text, so that a YAML list becomes a tuple.
-
-    Raises:
-        UserError: one line per bad value.
-    """
+    """Validate plain values as a section, as JSON text, so that a YAML list becomes a tuple; a `UserError` has one line
+    per bad value."""
     with refusing("a value is not plain data", TypeError):
         text = json.dumps(values)
     try:
@@ -209,9 +195,6 @@ def load_config(config_name: str = "vit_digits", overrides: Sequence[str] = ()) 
     Args:
         config_name: a file of `configs/`, without `.yaml`.
         overrides: as on the command line, e.g. `["optim.lr=1e-3", "model=vit_s16"]`.
-
-    Raises:
-        UserError: one line per mistake.
     """
     return check(compose(config_name, overrides, [CONFIGS]), Purpose(scores_sets=True))
 
@@ -275,13 +258,8 @@ def default_experiment(overrides: Iterable[str], folders: Sequence[Path]) -> str
 
 
 def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist.
-
-    By default Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`.
-
-    Raises:
-        UserError: an argument is no override.
-    """
+    """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist: by default
+    Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`."""
     names = groups(folders)
     overrides = [long_name(override, folders) for override in overrides]
     written_out = (part for override in overrides for part in _written_out(override, folders))

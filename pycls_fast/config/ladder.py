@@ -131,12 +131,9 @@ def read_ladder(name: str, folders: Sequence[Path]) -> Ladder:
 
 
 def ladder_of(switches: Sequence[str]) -> Ladder:
-    """A ladder on top of an experiment as it is, from which the variants of these switches will be selected.
-
-    Args:
-        switches: overrides (`optim.lr=0.1`), values of groups (`precision.amp_bf16` for `precision=amp_bf16`), or names
-            of switches (`compile`), of which each value is a variant.
-    """
+    """A ladder on top of an experiment as it is, from which the variants of these switches will be selected: overrides
+    (`optim.lr=0.1`), values of groups (`precision.amp_bf16`), or names of switches (`compile`), of which each value is
+    a variant."""
     named = {text for name in SWITCHES for text in (name, f"speed.{name}")}
     own = []
     for switch in dict.fromkeys(switches):

@@ -265,11 +265,7 @@ def _checked(composed: Composed, verb: type[Verb], purpose: Purpose) -> tuple[Ru
 
 
 def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
-    """A verb without a configuration with its keys, in the same syntax.
-
-    Raises:
-        UserError: one line per mistake.
-    """
+    """A verb without a configuration with its keys, in the same syntax."""
     values: dict[str, Any] = {}
     texts: dict[str, str | tuple[str, ...]] = {}
     bare: list[str] = []
@@ -316,11 +312,7 @@ def _objective(status: int) -> float | None:
 def variant(overrides: Sequence[str], purpose: Purpose, *, options: type[Section]) -> RunConfig:
     """The configuration of this process's command line plus more overrides (`key=value`, `group=name`).
 
-    Args:
-        options: the tool's own keys, which are not part of a configuration.
-
-    Raises:
-        UserError: one line per mistake.
+    `options` are the tool's own keys, which are not part of a configuration.
     """
     own = (override for override in overrides if key_of(override) in options.model_fields)
     refuse(f"{override}: a key of the tool, the same for every variant" for override in own)

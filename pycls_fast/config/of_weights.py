@@ -36,11 +36,8 @@ class SavedConfig:
 
 
 def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
-    """The configuration of a run's folder, a checkpoint or exported weights; None if there is none.
-
-    Args:
-        around: any file or folder in a run's folder counts for it.
-    """
+    """The configuration of a run's folder, a checkpoint or exported weights; None if there is none. What is `around`
+    counts, too: any file or folder in a run's folder stands for it."""
     # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
     if not exists(source):
         return None  # A hub name, or an error that is reported when it is opened.

@@ -41,10 +41,7 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
 
 def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
     """A configuration from the plain values of a checkpoint or an exported file, `where`; combinations are not checked.
-
-    Raises:
-        UserError: one line per value that this version does not accept.
-    """
+    A `UserError` has one line per value that this version does not accept."""
     try:
         return validate(RunConfig, {**values, "imports": []}, lambda key: where)
     except UserError as error:
@@ -55,11 +52,8 @@ def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({}))
     """The values of a saved configuration, which may be a stranger's, without those that are used only if they are
     typed: modules to import, and folders of caches.
 
-    Args:
-        given: the values on the command line by key.
-
-    Raises:
-        UserError: it names modules that nobody has imported, an address, or a folder to write to.
+    `given` are the values on the command line by key. A `UserError` if the file alone names modules that nobody has
+    imported, an address, or a folder to write to.
     """
     lines = [] if "imports" in given else list(_not_imported(saved.values, str(saved.file)))
     values = {key: value for key, value in saved.values.items() if key != "imports"}
@@ -115,10 +109,8 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     A group that they choose replaces the saved one; where they change its name (`data.source=packed`), the keys stay
     that all its members have. Only the preset of `speed` is taken: the file holds the switches as resolved for training
     on the run's device with its compiler, which may not be available here. Nothing of the strategy in `parallel` is
-    taken, since the network is not wrapped for scoring and there may be another number of ranks.
-
-    Raises:
-        UserError: there are values that Hydra would resolve, or keys of its own; see `as_data`.
+    taken, since the network is not wrapped for scoring and there may be another number of ranks. A `UserError` for
+    values that Hydra would resolve, keys of its own, and as in `as_data`.
     """
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
