@@ -34,7 +34,7 @@ from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.optimizers import HostOptimizer, compile_step, make_capturable
 from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
-from pycls_fast.optim.weights import LocalShards, LowRank, OwnedWeights
+from pycls_fast.optim.weights import LowRank, OwnedWeights
 from pycls_fast.parallel import pipeline as stages
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Pipeline
@@ -234,20 +234,18 @@ def optimizer(
     config: RunConfig,
     network: Network,
     switches: Speed,
-    masters: MasterWeights | LocalShards | LowRank | None = None,
+    weights: OwnedWeights | None = None,
     *,
     sharded: bool = False,
     groups: list[Group] | None = None,
 ) -> Optimizer:
-    """The optimizer over the network's parameter groups, over what owns their values instead, or over `groups`.
+    """The optimizer over the network's parameter groups, with what `weights` owns in their place, or over `groups`.
 
     The shards of a `sharded` network are updated where they are, even if they are offloaded to the host.
     """
     settings = config.optim.scaled(config.data.global_batch_size)
     if groups is None:
-        groups = parameter_groups(network, config.optim)
-    if masters is not None:
-        groups = masters.groups(groups)
+        groups = (weights or OwnedWeights(network)).owned_groups(parameter_groups(network, config.optim))
 
     def make(groups: list[Group]) -> Optimizer:
         # Under fairscale_sharded_ddp a rank may own no parameter of a group.

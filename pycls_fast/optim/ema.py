@@ -46,7 +46,8 @@ class Ema:
         # Each rank of a sharded model averages its own part: nothing is gathered.
         self._averages = [local(self.values[name]) for name in floating]
         self._weights = [local(self._live[name]) for name in floating]
-        self._copied = [name for name in self._live if name not in set(floating)]
+        counts = [name for name in self._live if name not in set(floating)]
+        self._copies, self._counts = [self.values[name] for name in counts], [self._live[name] for name in counts]
 
     def share(self, step: int) -> float:
         """Share of the weights after `step` (from 0) in the new average; 0 if the step is skipped."""
@@ -58,21 +59,12 @@ class Ema:
         """Update the average with the weights after optimizer step `step`, counted from 0."""
         share = self.share(step)
         if share:
-            self._update(share)
-            if self.implementation == "foreach" and self._copied:
-                torch._foreach_copy_([self.values[n] for n in self._copied], [self._live[n] for n in self._copied])
-            else:
-                for name in self._copied:
-                    self.values[name].copy_(self._live[name])
-
-    def update_by(self, share: Tensor) -> None:
-        """`update` with the share in a 0-d tensor: the same operations in every step; a share of 0 changes nothing."""
-        self._update(share)
-        for name in self._copied:
-            self.values[name].copy_(torch.where(share > 0, self._live[name], self.values[name]))
+            self.update_by(share)
 
     @torch.no_grad()
-    def _update(self, share: float | Tensor) -> None:
+    def update_by(self, share: float | Tensor) -> None:
+        """Update with this share of the weights, positive or in a 0-d tensor: then with the same operations in every
+        step, and a share of 0 changes nothing."""
         weights = [_wide(weight) for weight in self._weights]
         if self.implementation != "foreach":
             for average, weight in zip(self._averages, weights, strict=True):
@@ -84,6 +76,11 @@ class Ema:
             torch._foreach_add_(self._averages, changes)
         else:
             torch._foreach_lerp_(self._averages, weights, share)
+        counts = self._counts
+        if isinstance(share, Tensor):
+            counts = [torch.where(share > 0, count, copy) for count, copy in zip(counts, self._copies, strict=True)]
+        if counts:
+            torch._foreach_copy_(self._copies, counts)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

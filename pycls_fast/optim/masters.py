@@ -7,13 +7,13 @@ them change the rounded weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
+from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.weights import OwnedWeights
 
 
@@ -49,19 +49,19 @@ class MasterWeights(OwnedWeights):
         # Whether masters that are not kept hold this step's weights: at first they hold initial values.
         self._current = False
         wide_modules = NORMS if wide_norms else (BATCH_NORM,) if kept else ()
-        self._narrow: list[Tensor] = [*_to_cast(model, wide_modules)]
+        owned = (p for module in _outside(model, wide_modules) for p in module.parameters(recurse=False))
+        # Each once, in the model's order.
+        self._narrow: list[Tensor] = list(dict.fromkeys(p for p in owned if p.is_floating_point()))
         self.masters: list[Tensor] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self._narrow]
-        self._master_of: dict[int, Any] = {id(p): m for p, m in zip(self._narrow, self.masters, strict=True)}
-        _cast(model, dtype, wide_modules)
-
-    def groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Optimizer groups with the network's parameters replaced by their masters."""
-        return [{**g, "params": [self._master_of.get(id(p), p) for p in g["params"]]} for g in groups]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
-            # Parameters that were not cast are their own masters.
-            yield name, self._master_of.get(id(parameter), parameter)
+        # Parameters that are not cast are their own masters.
+        self._in_place_of = {id(p): {"": master} for p, master in zip(self._narrow, self.masters, strict=True)}
+        for parameter in self._narrow:
+            # Keep the object: optimizer groups and hooks may refer to it.
+            parameter.data = parameter.data.to(dtype)
+        cast_buffers(model, dtype, wide_modules)
+        for module in model.modules():
+            if isinstance(module, wide_modules):
+                cast_around(module, dtype)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -97,7 +97,7 @@ class MasterWeights(OwnedWeights):
             torch._foreach_copy_(self._narrow, self.masters)
 
     def live(self) -> dict[str, Tensor]:
-        return {name: self._master_of.get(id(v), v) if self._kept else v for name, v in super().live().items()}
+        return {name: self._owned(v)[""] if self._kept else v for name, v in super().live().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values in the wide format, which share the memory of kept masters."""
@@ -122,58 +122,31 @@ class MasterWeights(OwnedWeights):
 Modules = tuple[type[nn.Module], ...]
 
 
-def _cast_modules(model: nn.Module, wide: Modules) -> list[nn.Module]:
+def _outside(model: nn.Module, wide: Modules) -> list[nn.Module]:
     return [m for m in model.modules() if not isinstance(m, wide)]
-
-
-def _to_cast(model: nn.Module, wide: Modules) -> list[nn.Parameter]:
-    """The parameters to cast, each once, in the model's order."""
-    owned = (p for module in _cast_modules(model, wide) for p in module.parameters(recurse=False))
-    return list(dict.fromkeys(p for p in owned if p.is_floating_point()))
-
-
-def _cast(model: nn.Module, dtype: torch.dtype, wide: Modules) -> None:
-    for module in _cast_modules(model, wide):
-        for parameter in module.parameters(recurse=False):
-            # Keep the object: optimizer groups and hooks may refer to it.
-            parameter.data = parameter.data.to(dtype)
-    cast_buffers(model, dtype, wide)
-    for module in model.modules():
-        if isinstance(module, wide):
-            cast_around(module, dtype)
 
 
 def cast_around(norm: nn.Module, dtype: torch.dtype) -> None:
     """Have a norm with wide weights compute in their format, between layers in a narrow one; in place."""
     # Batch norm accepts half-precision maps with wide statistics and weights.
     if not isinstance(norm, BATCH_NORM):
-        norm.register_forward_pre_hook(CastInputs(next(norm.parameters()).dtype))
-        norm.register_forward_hook(CastOutput(dtype))
+        norm.register_forward_pre_hook(partial(cast_inputs, next(norm.parameters()).dtype))
+        norm.register_forward_hook(partial(cast_output, dtype))
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, wide: Modules = (BATCH_NORM,)) -> None:
     """Cast floating-point buffers to a half format, except those of `wide` modules (batch norm's statistics)."""
-    for module in _cast_modules(model, wide):
+    for module in _outside(model, wide):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
 
 
-class CastInputs:
-    """A forward pre-hook that casts a module's inputs (an object: a model can be copied and pickled)."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.to(self._dtype) for x in inputs)
+def cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A forward pre-hook, once it has its format (a partial: a model can be copied and pickled)."""
+    return tuple(x.to(dtype) for x in inputs)
 
 
-class CastOutput:
-    """A forward hook that casts a module's output."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output.to(self._dtype)
+def cast_output(dtype: torch.dtype, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """A forward hook, once it has its format."""
+    return output.to(dtype)

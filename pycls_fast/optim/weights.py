@@ -52,6 +52,15 @@ class OwnedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._in_place_of: dict[int, dict[str, Any]] = {}
+        """By the id of a parameter of the network: what is owned in its place, by how its name goes on."""
+
+    def _owned(self, parameter: Any) -> Mapping[str, Any]:
+        return self._in_place_of.get(id(parameter), {"": parameter})
+
+    def owned_groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Optimizer groups of the network's parameters, with what is owned in their place."""
+        return [{**g, "params": [own for p in g["params"] for own in self._owned(p).values()]} for g in groups]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -60,7 +69,9 @@ class OwnedWeights:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that are owned, by their names in `live`."""
-        return self._model.named_parameters()
+        for name, parameter in self._model.named_parameters():
+            for end, own in self._owned(parameter).items():
+                yield f"{name}{end}", own
 
     def live(self) -> dict[str, Tensor]:
         """Weights and buffers by name: tensors that training changes in place."""
@@ -120,12 +131,8 @@ class LocalShards(OwnedWeights):
         self._local = {
             name: nn.Parameter(local(p.detach()), requires_grad=p.requires_grad) for name, p in self._sharded.items()
         }
+        self._in_place_of = {id(p): {"": self._local[name]} for name, p in self._sharded.items()}
         self._trained = [(p, self._local[name]) for name, p in self._sharded.items() if p.requires_grad]
-
-    def groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Optimizer groups with the network's parameters replaced by their local parts."""
-        local_of = {parameter: self._local[name] for name, parameter in self._sharded.items()}
-        return [{**group, "params": [local_of[p] for p in group["params"]]} for group in groups]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._local.items()
@@ -215,21 +222,10 @@ class LowRank(OwnedWeights):
         self._adapted = {
             name: _Adapted(parameter, rank, generator) for name, parameter in model.named_parameters() if name in names
         }
-        for adapted in self._adapted.values() if at_once else ():
-            adapted.weight.register_post_accumulate_grad_hook(adapted.take_gradient)
-
-    def groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Optimizer groups with the adapted weights replaced by their factors."""
-        factors = {id(each.weight): list(each.factors.values()) for each in self._adapted.values()}
-        return [{**g, "params": [own for p in g["params"] for own in factors.get(id(p), [p])]} for g in groups]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters():
-            if name in self._adapted:
-                for factor, value in self._adapted[name].factors.items():
-                    yield f"{name}.{factor}", value
-            else:
-                yield name, parameter
+        for adapted in self._adapted.values():
+            self._in_place_of[id(adapted.weight)] = {f".{name}": factor for name, factor in adapted.factors.items()}
+            if at_once:
+                adapted.weight.register_post_accumulate_grad_hook(adapted.take_gradient)
 
     def take_gradients(self) -> None:
         for adapted in self._adapted.values():

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
-from pycls_fast.optim.masters import CastInputs, CastOutput, cast_buffers
+from pycls_fast.optim.masters import cast_buffers, cast_inputs, cast_output
 from pycls_fast.optim.weights import OwnedWeights
 from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
@@ -60,7 +60,7 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         network.set_submodule(name, wrappers.wrap(name, unit))
     root: Any = wrappers.wrap("", network)
     # FairScale would cast float32 images to float16, whatever the compute format.
-    root.register_forward_pre_hook(CastInputs(settings.compute or torch.float32))
+    root.register_forward_pre_hook(partial(cast_inputs, settings.compute or torch.float32))
     free_gathered = partial(_free, root)
     assert world.mesh is not None
     weights = FlatShards(list(_flats(root)), _buffers(network), settings.groups, world.mesh, free_gathered)
@@ -128,9 +128,9 @@ class _Wrappers:
                         # Takes half-precision maps as they are, with float32 weights and statistics.
                         module.set_submodule(inner_name, self._wrap(path, inner, self._wide))
                     elif self._wide_norms:
-                        inner.register_forward_pre_hook(CastInputs(torch.float32))
+                        inner.register_forward_pre_hook(partial(cast_inputs, torch.float32))
                         norm = self._wrap(path, inner, self._wide)
-                        norm.register_forward_hook(CastOutput(self._compute))
+                        norm.register_forward_hook(partial(cast_output, self._compute))
                         module.set_submodule(inner_name, norm)
             # FairScale would do this in the first forward pass; done here, buffers stay the same tensors from now on.
             cast_buffers(module, self._compute)

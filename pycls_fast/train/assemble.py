@@ -182,11 +182,10 @@ def make_step(
     scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.
     in_place = sharded and wrapped.weights is None
-    shards = LocalShards(network) if in_place and config.optim.elementwise else None
-    owner = masters or build.low_rank(config, network, adapted, world) or shards
-    weights = wrapped.weights or owner or OwnedWeights(network)
+    plain = LocalShards if in_place and config.optim.elementwise else OwnedWeights
+    weights = wrapped.weights or masters or build.low_rank(config, network, adapted, world) or plain(network)
     optimizer = wrapped.optimizer or build.optimizer(
-        config, network, switches, owner, sharded=in_place, groups=wrapped.groups
+        config, network, switches, weights, sharded=in_place, groups=wrapped.groups
     )
     return kind(
         network=network,

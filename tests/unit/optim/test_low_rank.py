@@ -27,7 +27,7 @@ def stepped(rank: int, *, at_once: bool) -> tuple[nn.Sequential, LowRank, torch.
     """Three steps of two microbatches."""
     model = network()
     weights = LowRank(model, {"0.weight", "2.weight"}, rank, seed=3, at_once=at_once)
-    (group,) = weights.groups([{"params": list(model.parameters()), "weight_decay": 0.0}])
+    (group,) = weights.owned_groups([{"params": list(model.parameters()), "weight_decay": 0.0}])
     optimizer = torch.optim.AdamW(group["params"], lr=0.01, weight_decay=0.1)
     for index, images in enumerate(batches()):
         model(images).square().mean().backward()

@@ -56,7 +56,7 @@ def adamw(groups: Any, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 def train(model: Network, masters: MasterWeights | None, steps: int, dtype: torch.dtype, micro: int = 2) -> Any:
     groups = parameter_groups(model, AdamW(lr=1.0, weight_decay=0.1))
-    optimizer = adamw(groups if masters is None else masters.groups(groups))
+    optimizer = adamw(groups if masters is None else masters.owned_groups(groups))
     for microbatches in batches(steps, dtype, micro):
         for batch in microbatches:
             (loss_of(model, batch) / micro).backward()
