@@ -194,43 +194,29 @@ class TestFused:
             assert (new.double() - right).norm() <= allowed
 
 
-LABELS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
-LOGITS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def test_weights_are_those_of_scikit_learn() -> None:
-    expected = compute_class_weight("balanced", classes=np.arange(3), y=LABELS.numpy())
-    assert balanced_weights(torch.bincount(LABELS)).tolist() == pytest.approx(expected.tolist())
+    labels = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
+    assert balanced_weights(torch.bincount(labels)).tolist() == pytest.approx(expected.tolist())
     with_none = balanced_weights(torch.tensor([5, 0, 2, 1]))
     assert with_none.tolist() == pytest.approx([expected[0], 1.0, expected[1], expected[2]])
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_every_image_counts_as_its_class_weighs(smoothing: float) -> None:
-    weights = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
-    loss = ClassWeighted(CrossEntropy(smoothing), weights)
-    each = F.cross_entropy(LOGITS, LABELS, label_smoothing=smoothing, reduction="none")
-    assert loss(LOGITS, Targets(LABELS)).item() == pytest.approx((weights[LABELS] * each).mean().item(), rel=1e-12)
-    # Parts of a batch have the mean of their losses, whatever is in them.
-    halves = [loss(LOGITS[part], Targets(LABELS[part])) for part in (slice(0, 4), slice(4, 8))]
-    assert sum(halves).item() / 2 == pytest.approx(loss(LOGITS, Targets(LABELS)).item(), rel=1e-12)
-
-
+@by_mix
 @pytest.mark.parametrize("plain", [CrossEntropy(0.1), BinaryCrossEntropy(0.1), BinaryCrossEntropy(0.1, "sum")])
-def test_equal_weights_are_the_plain_loss(plain: CrossEntropy) -> None:
-    twos = torch.full((3,), 2.0, dtype=torch.float64)
-    for targets in (Targets(LABELS), Targets(LABELS, LABELS.flip(0), 0.3)):
-        expected = 2 * plain(LOGITS, targets).item()
-        assert ClassWeighted(plain, twos)(LOGITS, targets).item() == pytest.approx(expected, rel=1e-12)
+def test_every_image_counts_as_its_classes_weigh(plain: CrossEntropy | BinaryCrossEntropy, lam: Share) -> None:
+    """A mixed image by both; the mean is that of the images, whatever is in a batch."""
+    weights_K = torch.tensor([0.5, 2.0, 3.0, 10.0, 1.0, 100.0], dtype=torch.float64)
+    given = targets(lam)
 
+    def by_hand(labels_B: Tensor) -> Tensor:
+        rows = zip(logits(), labels_B, strict=True)
+        return torch.stack([weights_K[label] * plain(row[None], Targets(label[None])) for row, label in rows]).mean()
 
-def test_both_classes_of_a_mixed_image_weigh_in() -> None:
-    weights = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
-    each = CrossEntropy().each
-    one, other = torch.tensor([1]), torch.tensor([2])
-    expected = 0.25 * 10 * each(LOGITS[:1], one) + 0.75 * 100 * each(LOGITS[:1], other)
-    found = ClassWeighted(CrossEntropy(), weights)(LOGITS[:1], Targets(one, other, 0.25))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    expected = by_hand(given.labels_B)
+    if given.mixed_B is not None:
+        expected = given.lam * expected + (1 - given.lam) * by_hand(given.mixed_B)
+    torch.testing.assert_close(ClassWeighted(plain, weights_K)(logits(), given), expected)
 
 
 def test_the_configuration_weighs() -> None:
