@@ -186,7 +186,7 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
         for name in ("class_token", "reg_tokens", "fc_norm"):
             del arguments[name]
     name = "deit_base_distilled_patch16_224" if taught else "vit_base_patch16_224"
-    return name, arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")
+    return name, arguments, to_timm_vit(state, norm="fc_norm" if pooled_norm else "norm")[0]
 
 
 def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

@@ -258,7 +258,7 @@ class ResNet(Network):
             if isinstance(module, nn.Conv2d):
                 yield module, _he_normal
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-                yield module, _zero_scale if module in zeroed else _identity
+                yield module, _zero_scale if module in zeroed else nn.BatchNorm2d.reset_parameters
         yield self.head, _small_normal
 
     @property
@@ -282,10 +282,6 @@ class ResNet(Network):
 
 def _he_normal(conv: nn.Conv2d) -> None:
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-
-
-def _identity(norm: nn.BatchNorm2d) -> None:
-    norm.reset_parameters()
 
 
 def _zero_scale(norm: nn.BatchNorm2d) -> None:

@@ -203,14 +203,14 @@ class VisionTransformer(Network):
         patches and other convolutions as torch draws them by default. (The name says truncated because that code
         truncates at +-2, which is 100 standard deviations.) Registers are those of "jax", as in timm.
         """
-        fills = FILLS[self.init]
+        of_body, of_pre_logits, of_head = FILLS[self.init]
         tokens = (self.class_token, self.distillation_token, self.registers, self.positions)
         for module in (self.stem, *tokens, *self.blocks, self.norm, self.pooling):
             if module is not None:
-                yield module, fills.body
+                yield module, of_body
         if self.pre_logits is not None:
-            yield self.pre_logits, fills.pre_logits
-        yield self.head, fills.head
+            yield self.pre_logits, of_pre_logits
+        yield self.head, of_head
 
     @property
     def first_conv_name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,9 +130,6 @@ class MapPooling(nn.Module):
         return pooled_BD + self.mlp(self.norm(pooled_BD))
 
 
-_Fill = Callable[[Any], None]
-
-
 def _reset(module: Any) -> None:
     module.reset_parameters()
 
@@ -162,15 +159,8 @@ def _trunc_normal(module: nn.Module) -> None:
             part.reset_parameters()
 
 
-class Fills(NamedTuple):
-    """The initialisers of a vision transformer's parts; `VisionTransformer.initialisers` names the sources."""
-
-    body: _Fill
-    pre_logits: _Fill
-    head: _Fill
-
-
-FILLS = {
-    "jax": Fills(body=_reset, pre_logits=_lecun_normal, head=_zero),
-    "trunc_normal": Fills(body=_trunc_normal, pre_logits=_trunc_normal, head=_trunc_normal),
+FILLS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None], Callable[[Any], None]]] = {
+    "jax": (_reset, _lecun_normal, _zero),
+    "trunc_normal": (_trunc_normal, _trunc_normal, _trunc_normal),
 }
+"""The initialisers of a vision transformer's body, `pre_logits` and head, for each value of `init`."""

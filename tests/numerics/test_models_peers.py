@@ -63,12 +63,10 @@ def test_timm_models_of_another_mathematics_are_refused() -> None:
 
 def test_other_names_and_shapes_are_refused() -> None:
     state = {name: tensor.clone() for name, tensor in vit(image_size=32).state_dict().items()}
-    theirs = pretrained.to_timm_vit(state, norm="norm")
+    theirs, _ = pretrained.to_timm_vit(state, norm="norm")
     for key, shape in (("cls_token", (2, 1, 192)), ("blocks.3.attn.qkv.weight", (35, 192))):
         with pytest.raises(UserError, match=f"weights: {key} of shape"):
             in_our_names(theirs | {key: torch.zeros(shape)})
-    with pytest.raises(ValueError, match=r"no name for \['extra'\]"):
-        pretrained.to_timm_vit(state | {"extra": torch.zeros(1)}, norm="norm")
 
 
 def test_the_mean_and_the_taught_outputs_of_deit() -> None:
@@ -80,7 +78,7 @@ def test_the_mean_and_the_taught_outputs_of_deit() -> None:
     assert relative_error(ours.eval()(batch), theirs.eval()(batch)) < 1e-9
     theirs.head_dist.bias = theirs.head.bias
     ours.load_state_dict(in_our_names(theirs.state_dict()))
-    back = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
+    back, _ = pretrained.to_timm_vit(ours.state_dict(), norm="norm")
     assert_same_bits(back, theirs.state_dict())
     theirs.set_distilled_training(True)
     ours.taught = True
@@ -166,9 +164,8 @@ def test_timm_vits(name: str, theirs_kwargs: dict[str, Any], ours_kwargs: dict[s
     batch = images(2, 3 * side)
     with torch.no_grad():
         assert relative_error(ours(batch), theirs(batch)) < 1e-9
-    back = pretrained.to_timm_vit(
-        ours.state_dict(), norm="fc_norm" if "fc_norm.weight" in theirs.state_dict() else "norm"
-    )
+    norm = "fc_norm" if "fc_norm.weight" in theirs.state_dict() else "norm"
+    back, _ = pretrained.to_timm_vit(ours.state_dict(), norm=norm)
     assert_same_bits(back, theirs.state_dict())
 
 

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.moe import ExpertsMlp
-from pycls_fast.models.pretrained.names import (
-    OTHER,
-    OURS,
-    TIMM_VIT,
-    TRANSFORMERS,
-    VITS,
-    in_timm_names,
-)
+from pycls_fast.models.pretrained.names import OTHER, OURS, TIMM_VIT, TRANSFORMERS, VITS, to_timm_vit
 from pycls_fast.models.pretrained.read import ReadWeights
-from pycls_fast.models.pretrained.traits import check_kind, check_settings
+from pycls_fast.models.pretrained.traits import check_settings, other_model
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.values import Size
@@ -120,7 +113,8 @@ def fit(
             f"weights: {read.source} is in the form of Hugging Face's transformers; use timm's (timm:NAME, or "
             "hf:timm/NAME)"
         )
-    check_kind(network, read.traits, read.source)
+    if read.traits.unlike and not isinstance(network, TimmNetwork):
+        raise other_model(read.traits.unlike, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part)
     tensors, unknown = _in_names_of(network, read, shapes, fitted)
@@ -158,7 +152,7 @@ def _in_names_of(
     rest: dict[str, Tensor] = {}
     unknown: list[str] = []
     if read.layout in VITS and read.layout != TIMM_VIT:
-        state, unnamed = in_timm_names(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
+        state, unnamed = to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
         rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
     if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):

@@ -77,8 +77,8 @@ def resnet_shortcut(state: State) -> str:
     return "pool" if any(name.endswith(".downsample.2.weight") for name in state) else "conv"
 
 
-def to_timm_vit(state: State, *, norm: str) -> dict[str, Tensor]:
-    """Our vision transformer in timm's names, those of its version 1.0.
+def to_timm_vit(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Our tensors that timm's vision transformer has, in the names of its version 1.0, and our names of the rest.
 
     Our names do not show where the final norm is: timm's `fc_norm` is classifier_norm="after_pool", `norm`
     "before_pool" (with a class token the same function).
@@ -86,15 +86,7 @@ def to_timm_vit(state: State, *, norm: str) -> dict[str, Tensor]:
     Args:
         state: ours; fixed positions have to be in it, too.
         norm: timm's name of the final norm.
-
-    Raises:
-        ValueError: tensors that timm's has no place for.
     """
-    return _require_all(*in_timm_names(state, norm=norm))
-
-
-def in_timm_names(state: State, *, norm: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Our tensors that timm's vision transformer has, in its names, and our names of the rest."""
     theirs, rest = _translate_back(state, _timm_vit(norm))
     if "distillation_token.value" in state and "head.weight" in theirs:
         for name, weight in zip(_HEADS, theirs["head.weight"].chunk(2, dim=1), strict=True):
@@ -119,18 +111,8 @@ def _join_heads(state: State) -> State:
 
 
 def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
-    """Our ResNet in timm's names, which are torchvision's for `shortcut="conv"`.
-
-    Raises:
-        ValueError: tensors that theirs has no place for.
-    """
-    return _require_all(*_translate_back(state, _resnet("stem.deep.0.conv.weight" in state, shortcut)))
-
-
-def _require_all(translated: dict[str, Tensor], rest: list[str]) -> dict[str, Tensor]:
-    if rest:
-        raise ValueError(f"no name for {rest}")
-    return translated
+    """Our ResNet in timm's names, which are torchvision's for `shortcut="conv"`."""
+    return _translate_back(state, _resnet("stem.deep.0.conv.weight" in state, shortcut))[0]
 
 
 def _translate(

@@ -22,16 +22,17 @@ from torch import Tensor
 
 from pycls_fast.errors import UserError, first_few, first_line, refusing
 from pycls_fast.files import user_path
-from pycls_fast.models.pretrained.names import JAX_VIT, OTHER, PYCLS_VIT, RESNETS, VITS, read_names, resnet_shortcut
-from pycls_fast.models.pretrained.traits import (
-    Traits,
-    jax_traits,
-    pycls_traits,
-    timm_traits,
-    timm_weights,
-    torchvision_vit_traits,
-    torchvision_weights,
+from pycls_fast.models.pretrained.names import (
+    JAX_VIT,
+    OTHER,
+    PYCLS_VIT,
+    RESNETS,
+    VITS,
+    jax_heads,
+    read_names,
+    resnet_shortcut,
 )
+from pycls_fast.models.pretrained.traits import Traits, pycls_traits, timm_traits, timm_weights, torchvision_weights
 from pycls_fast.reading import check_unpacked, open_file, read_npz
 
 Fetched = TypeVar("Fetched")
@@ -107,7 +108,8 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
     if not architecture.startswith("vit_"):
         return state, Traits()
     with torch.device("meta"):
-        return state, torchvision_vit_traits(torchvision.models.get_model(architecture))
+        block = torchvision.models.get_model(architecture).encoder.layers[0]
+    return state, Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
 
 
 def _reachable(source: str) -> bool:
@@ -213,7 +215,8 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
     state, traits = read.plain, read.traits
     layout, tensors, unknown = read_names(state)
     if layout == JAX_VIT:
-        traits = jax_traits(state)
+        # Neither of Google's projects changes flax's epsilon.
+        traits = Traits(heads=jax_heads(state), norm_eps=1e-6)
     if layout in VITS and "norm.weight" in tensors:
         traits = replace(traits, classifier_norm="after_pool" if "fc_norm.weight" in state else "before_pool")
     if layout in RESNETS:

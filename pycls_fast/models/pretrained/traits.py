@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pycls_fast.errors import UserError, did_you_mean, refuse, refusing
 from pycls_fast.files import user_path
-from pycls_fast.models.external import TimmNetwork
-from pycls_fast.models.pretrained.names import jax_heads
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.reading import TimmConfig, check, read_json
@@ -72,16 +70,6 @@ def timm_traits(model: Any) -> Traits:
     )
 
 
-def torchvision_vit_traits(model: Any) -> Traits:
-    block = model.encoder.layers[0]
-    return Traits(heads=block.num_heads, norm_eps=block.ln_1.eps, classifier="token")
-
-
-def jax_traits(arrays: Mapping[str, Tensor]) -> Traits:
-    """Traits of one of Google's vision transformers; neither project changes flax's epsilon."""
-    return Traits(heads=jax_heads(arrays), norm_eps=1e-6)
-
-
 def pycls_traits(settings: str) -> Traits:
     """Traits of a model of pycls, from the configuration of its run."""
     found = _sections(settings)
@@ -110,12 +98,6 @@ def _sections(settings: str) -> dict[str, Mapping[str, Any]]:
     return {name: part for name, part in found.items() if isinstance(part, dict)} if isinstance(found, dict) else {}
 
 
-def check_kind(network: nn.Module, traits: Traits, source: str) -> None:
-    """Refuse weights if no model of ours can compute what they were trained for."""
-    if traits.unlike and not isinstance(network, TimmNetwork):
-        raise _other_model(traits.unlike, source)
-
-
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
     """Refuse weights of a model with other settings, whose tensors fit the network; one line for each setting."""
     found: list[tuple[str, object, object]] = []
@@ -123,7 +105,7 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
         found.append(("shortcut", traits.shortcut, network.shortcut))
     elif isinstance(network, VisionTransformer):
         if traits.pools_unlike and with_head:
-            raise _other_model(traits.pools_unlike, source)
+            raise other_model(traits.pools_unlike, source)
         block: Any = network.blocks[0]
         found += [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
         if with_head:
@@ -140,7 +122,7 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _other_model(unlike: str, source: str) -> UserError:
+def other_model(unlike: str, source: str) -> UserError:
     if source.startswith("timm:"):
         way_out = f"use model=timm model.name={source.removeprefix('timm:')}"
     else:

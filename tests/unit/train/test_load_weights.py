@@ -42,7 +42,7 @@ def vit(classes: int) -> VisionTransformer:
 
 def test_a_fresh_head_is_for_training_only(tmp_path: Path) -> None:
     theirs = vit(3)
-    torch.save({"model": to_timm_vit(theirs.state_dict(), norm="norm")}, tmp_path / "timm.pth")
+    torch.save({"model": to_timm_vit(theirs.state_dict(), norm="norm")[0]}, tmp_path / "timm.pth")
     network = vit(2)
     before = network.head.weight.clone()
     weights, _ = load_weights(network, tmp_path / "timm.pth", classes=("a", "b"))
@@ -215,7 +215,7 @@ def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=r"hf:me/cats has no model\.safetensors; download another of its files"):
         find_weights("hf:me/cats")
     file = tmp_path / "model.safetensors"
-    save_file(to_timm_vit(theirs.state_dict(), norm="norm"), file)
+    save_file(to_timm_vit(theirs.state_dict(), norm="norm")[0], file)
     kept = {"architecture": "vit", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (file.parent / "config.json").write_text(json.dumps(kept))
     ours = vit(3)
