@@ -182,7 +182,7 @@ class SoupVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
     """greedy: from the best, add each that does not lower the top-1 accuracy on split; uniform: the mean of all."""
     split: str = "val"
     """The split that greedy chooses by: not the one that the soup is reported on."""
-    which: Literal["auto", "model", "ema"] = "auto"
+    which: Which = "auto"
     """auto: the average of the weights if there is one."""
     overwrite: bool = False
     """Overwrite an existing file."""

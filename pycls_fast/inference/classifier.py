@@ -190,7 +190,8 @@ class Classifier:
 
     def __post_init__(self) -> None:
         self.device = self.world.device
-        self._prepare = build.prepare(self.config, self.device, self.switches)
+        self.inputs = build.prepare(self.config, self.device, self.switches)
+        """A batch as the network takes it: (B, C, H, W), normalised."""
         self._autocast = build.autocast(self.config, self.device)
 
     @property
@@ -316,7 +317,3 @@ class Classifier:
     @property
     def _sigmoid(self) -> bool:
         return self.config.loss.criterion().sigmoid
-
-    def inputs(self, batch: Batch) -> Tensor:
-        """A batch as the network takes it: (B, C, H, W), normalised."""
-        return self._prepare(batch)

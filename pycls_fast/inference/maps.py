@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -59,31 +58,30 @@ def draw_maps(
     kind = kind or ("attention" if isinstance(classifier.network, VisionTransformer) else "class")
     unreadable: list[tuple[str, str]] = []
     batches = classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))
-    mapped = [_maps(classifier, batch, kind) for batch in batches]
-    if mapped:
-        names = [source.name(index) for each in mapped for index in each.positions]
-        rows = _rows(mapped, names, kind=kind, heads=heads)
+    pictures, found = list[Cell](), list[Tensor]()
+    for batch in batches:
+        titles, values = maps_of(classifier, batch, kind)
+        for index, picture_HWC, title in zip(batch.indices_B, batch.images_BHWC.cpu().numpy(), titles, strict=True):
+            pictures.append(Cell(Image.fromarray(picture_HWC), title, [Path(source.name(int(index))).name]))
+        found.append(values)
+    if pictures:
+        values = torch.cat(found)
+        if kind == "features":
+            # Computed over all images together, so that a colour means the same in each.
+            values = principal_components(values)
+        rows = [[cell, *_drawn(cell.picture, each, kind, heads)] for cell, each in zip(pictures, values, strict=True)]
         columns = len(rows[0])
         cells = [cell for row in rows for cell in row]
         for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
             print(file)
     report_unreadable(unreadable, len(source))
-    return DONE if mapped else MISTAKE
-
-
-@dataclass(frozen=True)
-class _Maps:
-    """The maps of one batch: the pictures that the network sees, their positions in the input, the predictions as
-    titles, and maps (B, ..., h, w) or features (B, h, w, D)."""
-
-    pictures_BHWC: np.ndarray
-    positions: list[int]
-    titles: list[str]
-    values: Tensor
+    return DONE if pictures else MISTAKE
 
 
 @torch.no_grad()
-def _maps(classifier: Classifier, batch: Batch, kind: str) -> _Maps:
+def maps_of(classifier: Classifier, batch: Batch, kind: str) -> tuple[list[str], Tensor]:
+    """The predictions of a batch as titles, and its maps (B, ..., h, w) or features (B, h, w, D), float32 on the
+    CPU."""
     network, inputs_BCHW = classifier.network, classifier.inputs(batch)
     scores_BK = classifier.scores(batch).double()
     labels_B = scores_BK.argmax(dim=1)
@@ -95,35 +93,22 @@ def _maps(classifier: Classifier, batch: Batch, kind: str) -> _Maps:
     with float32_convolutions():
         of_class = kind == "class"
         values = class_maps(network, inputs_BCHW, labels_B) if of_class else _KINDS[kind](network, inputs_BCHW)
-    return _Maps(batch.images_BHWC.cpu().numpy(), batch.indices_B.tolist(), titles, values.float().cpu())
+    return titles, values.float().cpu()
 
 
-def _rows(mapped: Sequence[_Maps], names: Sequence[str], *, kind: str, heads: bool) -> list[list[Cell]]:
-    """For each image a row of the sheet: the picture with its prediction, and its maps."""
-    pictures_BHWC = np.concatenate([each.pictures_BHWC for each in mapped])
-    titles = [title for each in mapped for title in each.titles]
-    values = torch.cat([each.values for each in mapped])
+def _drawn(picture: Image.Image, value: Tensor, kind: str, heads: bool) -> Iterator[Cell]:
+    """The maps of an image over its picture."""
     if kind == "features":
-        # Computed over all images together, so that a colour means the same in each.
-        values = principal_components(values)
-    rows = []
-    for picture_HWC, name, title, value in zip(pictures_BHWC, names, titles, values, strict=True):
-        picture = Image.fromarray(picture_HWC)
-        row = [Cell(picture, title, [Path(name).name])]
-        if kind == "features":
-            row.append(Cell(_overlaid(picture, value.double().numpy()), "features", ["first 3 components"]))
-            parts = []
-        elif value.ndim == 2:
-            parts = [(kind, value)]
-        else:
-            each = [(f"head {i}", one) for i, one in enumerate(value, start=1)] if heads else []
-            parts = [("all heads", value.mean(dim=0)), *each]
-        for what, map_hw in parts:
-            largest = float(map_hw.max())
-            heat_hwC = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
-            row.append(Cell(_overlaid(picture, heat_hwC), what, [f"largest: {largest:.2g}"]))
-        rows.append(row)
-    return rows
+        yield Cell(_overlaid(picture, value.double().numpy()), "features", ["first 3 components"])
+        return
+    parts = {kind: value}
+    if value.ndim == 3:
+        each = {f"head {i}": map_hw for i, map_hw in enumerate(value, start=1)} if heads else {}
+        parts = {"all heads": value.mean(dim=0), **each}
+    for what, map_hw in parts.items():
+        largest = float(map_hw.max())
+        heat_hwC = _COLOURS(map_hw.numpy() / max(largest, 1e-12))[..., :3]
+        yield Cell(_overlaid(picture, heat_hwC), what, [f"largest: {largest:.2g}"])
 
 
 def _overlaid(picture: Image.Image, colours_hwC: np.ndarray) -> Image.Image:

@@ -18,7 +18,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
 from pycls_fast.inference.export import export
 from pycls_fast.inference.images import given_images
-from pycls_fast.inference.maps import _maps
+from pycls_fast.inference.maps import maps_of
 from pycls_fast.train.contact_sheet import Cell
 from tests.factories import config_of
 from tests.unit.inference.conftest import CLASSES, SMALL, VIT, make_network, make_run, metadata
@@ -68,7 +68,7 @@ def test_convolutions_are_in_float32_whatever_the_process_has_set(run_dir: Path,
             assert (seen.pop(), convolution.fp32_precision) == ("ieee", outside)
             (batch,) = classifier.batches(given_images(pixels))
             for kind in ("attention", "rollout", "features"):
-                _maps(classifier, batch, kind)
+                maps_of(classifier, batch, kind)
             assert set(seen) == {"ieee"}
             seen.clear()
     finally:
