@@ -10,7 +10,6 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -207,28 +206,6 @@ def test_frames_of_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # As often as there are frames.
     assert len(images_room.find_frames(Path("clip.MP4"), 0.01)) == 80
     assert [frame for frame in find_images(["*.MP4"], 4) if not isinstance(frame, images_room.Frame)] == []
-
-
-def test_nothing_is_asked_of_a_video_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyAV would answer with what now lies in the freed memory."""
-    write_clip(tmp_path / "clip.mp4", 2)
-    opened = images_room._opened(tmp_path / "clip.mp4")
-
-    class Stream:
-        def __getattr__(self, name: str) -> Any:
-            assert opened.streams, "closed"
-            return getattr(opened.streams.video[0], name)
-
-    class Container:
-        def __enter__(self) -> Any:
-            streams = SimpleNamespace(video=[Stream()])
-            return SimpleNamespace(streams=streams, demux=lambda _: opened.demux(opened.streams.video[0]))
-
-        def __exit__(self, *_: object) -> None:
-            opened.close()
-
-    monkeypatch.setattr(images_room, "_opened", lambda _: Container())
-    assert len(images_room.find_frames(tmp_path / "clip.mp4", 0.5)) == 4
 
 
 def test_a_video_is_decoded_on_from_where_it_was(tmp_path: Path) -> None:

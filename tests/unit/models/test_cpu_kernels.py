@@ -25,7 +25,7 @@ from pycls_fast.models.cpu_kernels import (
     products_convolution,
     products_linear,
 )
-from pycls_fast.models.layers import Compute, Mlp, PatchStem, reference_attention
+from pycls_fast.models.layers import Compute, Mlp, reference_attention
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
@@ -36,7 +36,6 @@ from tests.integration.runs import run_process
 from tests.unit.models.conftest import check_rounding, draw
 
 Function = Callable[..., Tensor]
-FORMATS = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 
 
 class Kernel(NamedTuple):
@@ -197,21 +196,6 @@ def test_attention_under_autocast_rounds_no_more_than_four_times_as_the_formula_
     check_rounding(plain, found, exact)
 
 
-@FORMATS
-def test_patches_as_a_product_are_the_convolution(memory_format: torch.memory_format) -> None:
-    images = draw(3, 3, 8, 12, seed=5).to(memory_format=memory_format)
-    results = []
-    for patches in ("convolution", "product"):
-        stem: Any = randomise(PatchStem(4, 5, patches=patches))
-        leaf = images.clone().requires_grad_()
-        out = stem(leaf)
-        assert out.shape == (3, 6, 5)
-        (out * draw(*out.shape, seed=6)).sum().backward()
-        results.append([out.detach(), leaf.grad, *(p.grad for p in stem.parameters())])
-        assert list(stem.state_dict()) == ["projection.weight", "projection.bias"]
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-
-
 _IN_BFLOAT16 = """
 import torch
 from pycls_fast.models.vit import VisionTransformer
@@ -260,7 +244,7 @@ class Ran(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@FORMATS
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_layer_keeps_the_format_of_its_maps(groups: int, memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)

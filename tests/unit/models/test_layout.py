@@ -110,7 +110,7 @@ def test_recomputation_of_every_part_is_exact(kind: dict[str, Any], recompute: A
     assert_same_bits(found, exact)
 
 
-@pytest.mark.parametrize("switches", [*OTHERS, {"sequence_padding": 64}])
+@pytest.mark.parametrize("switches", [*OTHERS, {"sequence_padding": 64}, {"patches": "product", "linear": "products"}])
 def test_same_checkpoint_same_initial_values_same_parameters(switches: dict[str, Any]) -> None:
     torch.manual_seed(3)
     plain = vit()
