@@ -96,11 +96,8 @@ def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, im
     size = sum(4 * parameter.numel() for parameter in network.parameters())
     if kind == "onnx" and size >= _ONNX_LIMIT:
         raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
-    about = About(
-        classes=classifier.classes,
-        texts=about_weights(weights),
-        **preprocessing(classifier.config.model_dump(mode="json")),
-    )
+    how = preprocessing(classifier.config.model_dump(mode="json"))
+    about = About(classifier.classes, how, about_weights(weights))
     pictures_NCHW = _crops(classifier, images) if images else drawn_images(about)
     if dtype not in (None, "int8"):
         network.to(getattr(torch, str(dtype)))

@@ -34,32 +34,18 @@ class About:
 
     Attributes:
         classes: names of the outputs, in their order.
-        image_size: side of the images in pixels, or height and width.
-        mean, std: per channel, as fractions of 255.
-        crop_ratio: size of the crop as a fraction of the resized size, at evaluation.
-        crop: how images are resized: "center": to cover that size, "squash": to match it, "border": to fit into it
-            (timm's `crop_mode`).
-        interpolation: the filter that resizes images.
-        exif_orientation: whether images are first turned as their EXIF orientation says.
-        transparent: whether the colours of transparent pixels count ("drop") or "white" shows through.
+        how: what is done to an image before the network sees it, under the names of the file's metadata
+            (`train/weights.py`, `preprocessing`).
         texts: the file's metadata, in strings, which all formats can hold.
     """
 
     classes: Sequence[str]
-    image_size: int | list[int]
-    mean: Sequence[float]
-    std: Sequence[float]
-    crop_ratio: float = 0.875
-    crop: str = "center"
-    interpolation: str = "bilinear"
-    exif_orientation: bool = False
-    transparent: str = "drop"
+    how: Mapping[str, Any]
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> Size:
-        height, width = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
-        return Size(height, width)
+        return Size.of(self.how["image_size"])
 
 
 class Deployable(nn.Module):
@@ -71,8 +57,8 @@ class Deployable(nn.Module):
     def __init__(self, model: Network, about: About) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).cpu().float().eval()
-        self.register_buffer("mean_C11", 255.0 * torch.tensor(about.mean).view(-1, 1, 1))
-        self.register_buffer("std_C11", 255.0 * torch.tensor(about.std).view(-1, 1, 1))
+        self.register_buffer("mean_C11", 255.0 * torch.tensor(about.how["mean"]).view(-1, 1, 1))
+        self.register_buffer("std_C11", 255.0 * torch.tensor(about.how["std"]).view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model((images.to(torch.float32) - self.mean_C11) / self.std_C11)
@@ -114,12 +100,12 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
             "classifier": classifier,
             "first_conv": first,
             "input_size": [3, *about.size],
-            "mean": list(about.mean),
-            "std": list(about.std),
+            "mean": list(about.how["mean"]),
+            "std": list(about.how["std"]),
             # timm resizes to the size divided by this, rounded down.
-            "crop_pct": math.nextafter(height / round(height / about.crop_ratio), 0),
-            "crop_mode": about.crop,
-            "interpolation": about.interpolation,
+            "crop_pct": math.nextafter(height / round(height / about.how["crop_ratio"]), 0),
+            "crop_mode": about.how["crop"],
+            "interpolation": about.how["interpolation"],
         },
         # timm would also read them in `pretrained_cfg`; transformers reads them only here.
         "label_names": names,

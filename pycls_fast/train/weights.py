@@ -265,7 +265,7 @@ def about_weights(weights: Weights) -> dict[str, str]:
 
 
 def preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The preprocessing of a run's configuration, under the names of `About`."""
+    """The preprocessing of a run's configuration, under the names that files have for it."""
     data, augment = config["data"], config["augment"]
     return {
         "image_size": data["image_size"],

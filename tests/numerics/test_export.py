@@ -26,10 +26,9 @@ from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 
 SIZE = 32
-ABOUT = export_formats.About(
-    classes=["cat", "dog, old", "été"], image_size=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), crop_ratio=0.9,
-    texts={},
-)  # fmt: skip
+HOW: dict[str, Any] = {"image_size": SIZE, "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25)}
+HOW |= {"crop_ratio": 0.9, "crop": "center", "interpolation": "bilinear"}
+ABOUT = export_formats.About(["cat", "dog, old", "été"], HOW)
 
 
 def vit(**kwargs: Any) -> nn.Module:
@@ -61,7 +60,7 @@ def pictures(count: int = 3) -> Tensor:
 
 def expected(model: nn.Module, batch: Tensor) -> Tensor:
     """By hand: fractions of 255, mean off, divided by the standard deviation."""
-    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (ABOUT.mean, ABOUT.std))
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (HOW["mean"], HOW["std"]))
     with torch.no_grad():
         return model.double()((batch.double() / 255 - mean) / std)
 
@@ -91,12 +90,12 @@ def test_timm_opens_the_folder_and_has_identical_logits(tmp_path: Path, name: st
 @pytest.mark.parametrize(("size", "ratio"), [(32, 0.9), (32, 0.875), (32, 1.0), (64, 64 / 93)])
 def test_timm_preprocesses_images_as_evaluation_does(tmp_path: Path, crop: Any, size: int, ratio: float) -> None:
     """Where the resized side is no whole number, timm rounds it down, and evaluation to the nearest."""
-    about = replace(ABOUT, image_size=size, crop_ratio=ratio, crop=crop)
+    about = replace(ABOUT, how=HOW | {"image_size": size, "crop_ratio": ratio, "crop": crop})
     export_formats.FORMATS["timm"](resnet(), tmp_path / "out", about)
     settings = resolve_data_config(model=timm.create_model(f"local-dir:{tmp_path / 'out'}"))
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
     augment = Augment(eval_crop=crop, eval_crop_ratio=ratio)
-    ours = EvalTransform(augment, image_size=size, mean=ABOUT.mean)(PillowPicture(image), 0)
+    ours = EvalTransform(augment, image_size=size, mean=HOW["mean"])(PillowPicture(image), 0)
     theirs = create_transform(**settings, normalize=False)(image)
     np.testing.assert_array_equal(ours.image_HWC, theirs.permute(1, 2, 0).numpy())
 
