@@ -29,22 +29,8 @@ from pycls_fast.ledger.ladder.plan import (
     with_parents,
 )
 from pycls_fast.ledger.ladder.processes import FAILED, Job
-from pycls_fast.ledger.report.effects import (
-    LOOKS,
-    Fit,
-    Look,
-    Pair,
-    breaking_variant,
-    decide,
-    deviation_of,
-    estimates,
-    fit,
-    identical,
-    interplay,
-    resolution,
-    runs_that_resolve,
-    sum_of,
-)
+from pycls_fast.ledger.report import effects
+from pycls_fast.ledger.report.effects import LOOKS, Fit, Look, Pair
 from pycls_fast.ledger.report.record import Accuracy, OverallFit, TrainedRun
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
@@ -163,10 +149,10 @@ class CrossedTrainings:
             pairs = self._results(family.pairs[: family.pilot])
             if len(pairs) < 2:
                 continue
-            runs, deviation = 2 * len(family.pairs), deviation_of(pairs)
-            finest, seconds = resolution(deviation, runs), self._seconds() / s.jobs
+            runs, deviation = 2 * len(family.pairs), effects.deviation_of(pairs)
+            finest, seconds = effects.resolution(deviation, runs), self._seconds() / s.jobs
             if finest > _TOO_COARSE * s.margin:
-                needed = runs_that_resolve(deviation, s.margin)
+                needed = effects.runs_that_resolve(deviation, s.margin)
                 raise UserError(
                     f"margin: {runs} trainings show differences of {finest:.2f} points here, not {s.margin:g}; use "
                     f"margin={np.ceil(10 * finest) / 10:g}, runs_at_most={needed} (about "
@@ -188,7 +174,7 @@ class CrossedTrainings:
             failed = [run for run in runs if run.failed is not None]
             failed_on = [run.on for run in failed]
             ended_on = [run.on for run in runs if run.failed is None]
-            name = breaking_variant(failed_on, ended_on, family.names) if failed else None
+            name = effects.breaking_variant(failed_on, ended_on, family.names) if failed else None
             if name is not None:
                 of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
                 evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
@@ -203,7 +189,7 @@ class CrossedTrainings:
                 continue
             # At first all variants are on together; more trainings at the same rates may tell which one it is.
             times = 2 * len(family.pairs) / len(runs)
-            if breaking_variant(failed_on, ended_on, family.names, times=times) is None:
+            if effects.breaking_variant(failed_on, ended_on, family.names, times=times) is None:
                 raise UserError(
                     f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
                     f"one is tried again when its {FAILED} is removed"
@@ -216,10 +202,11 @@ class CrossedTrainings:
         designs = [self.groups(replace(self.factors, broken=dict(broken[:count]))) for count in range(len(broken))]
         results = [self._looks(group) for group in groups]
         # Without verdicts as long as no look is complete.
-        effects = [looks[-1].effects if looks else estimates(fits, self.settings.margin) for looks, fits in results]
+        margin = self.settings.margin
+        found = [looks[-1].effects if looks else effects.estimates(fits, margin) for looks, fits in results]
         return Accuracy(
             runs=self.trained([*self._screening(), *_pairs(chain(*designs, groups))]),
-            effects=[*map(identical, self.factors.identical), *chain(*effects)],
+            effects=[*map(effects.identical, self.factors.identical), *chain(*found)],
             looks=[look for looks, _ in results for look in looks],
             broken=self.factors.broken,
             fit=self._overall_fit(groups[0][0], results[0][1][0]) if results and results[0][1] else None,
@@ -233,9 +220,9 @@ class CrossedTrainings:
             deviation=found.residual,
             floor=found.floor,
             variance_ratio=(found.residual / found.floor) ** 2,
-            resolution=resolution(found.deviation, 2 * len(family.pairs)),
-            together=sum_of(found, [name for name in names if name not in kept]) if several else None,
-            interplay=interplay(self._results(family.pairs), found) if several else None,
+            resolution=effects.resolution(found.deviation, 2 * len(family.pairs)),
+            together=effects.sum_of(found, [name for name in names if name not in kept]) if several else None,
+            interplay=effects.interplay(self._results(family.pairs), found) if several else None,
         )
 
     def _looks(self, group: Sequence[Family]) -> tuple[list[Look], list[Fit]]:
@@ -250,14 +237,14 @@ class CrossedTrainings:
             fits = self._fits(group, planned) if is_complete else None
             if fits is not None:
                 looks.append((place, 2 * len(planned[0]), fits))
-                decided = decide(looks, s.margin, strict=s.strict)
+                decided = effects.decide(looks, s.margin, strict=s.strict)
                 if decided[-1].settled:
                     break
         return decided, looks[-1][2] if looks else self._fits(group, [family.pairs for family in group]) or []
 
     def _fits(self, group: Sequence[Family], planned: Sequence[Sequence[PlannedPair]]) -> list[Fit] | None:
         """A fit of each family to those of its pairs that have ended; None if these are too few for one of them."""
-        fits = [fit(self._results(pairs), family.names) for family, pairs in zip(group, planned, strict=True)]
+        fits = [effects.fit(self._results(pairs), family.names) for family, pairs in zip(group, planned, strict=True)]
         known = [found for found in fits if found is not None]
         return known if len(known) == len(fits) else None
 

@@ -19,19 +19,8 @@ from matplotlib.figure import Figure
 from pycls_fast.errors import DONE, refusing
 from pycls_fast.files import user_path
 from pycls_fast.ledger.measure.numerics import SMALLEST_SUBNORMAL
+from pycls_fast.ledger.report import text
 from pycls_fast.ledger.report.record import Record, VariantRecord, read_record
-from pycls_fast.ledger.report.text import (
-    facts,
-    headline,
-    kind,
-    print_table,
-    remarks,
-    rows,
-    size_text,
-    state,
-    title,
-    verdicts,
-)
 from pycls_fast.train.display import one_line
 from pycls_fast.train.folder import write_text
 from pycls_fast.train.pictures import data_url, render
@@ -138,7 +127,7 @@ def _decision(record: Record) -> Chart | None:
     for place, (effect, speedup) in enumerate(found):
         errors = [[effect.difference - effect.low], [effect.high - effect.difference]]
         axes.errorbar(
-            speedup.ratio, effect.difference, yerr=errors, color=COLORS[kind(effect)], capsize=3, linestyle="none",
+            speedup.ratio, effect.difference, yerr=errors, color=COLORS[text.kind(effect)], capsize=3, linestyle="none",
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
             label=f"{one_line(effect.variant, 26)}: {effect.word or 'not at a look'}",
         )  # fmt: skip
@@ -167,7 +156,7 @@ def _throughput(record: Record) -> Chart | None:
     def bar(variant: VariantRecord) -> Bar:
         found = variant.timing and variant.timing.speedup
         if not found:
-            return Bar(variant, 0.0, "" if variant.timing else state(variant))
+            return Bar(variant, 0.0, "" if variant.timing else text.state(variant))
         is_first = variant is record.reference
         interval = None if found.low is None or found.high is None or is_first else (found.low, found.high)
         ranks = f" ({variant.ranks} ranks)" if variant.ranks > 1 else ""
@@ -186,7 +175,7 @@ def _memory(record: Record) -> Chart | None:
     if not found:
         return None
     where = "of the tensors alive" if record.device == "cpu" else "of the device"
-    figure = bars([Bar(variant, peak / 1e6, size_text(peak)) for variant, peak in found], "MB")
+    figure = bars([Bar(variant, peak / 1e6, text.size_text(peak)) for variant, peak in found], "MB")
     return Chart("memory", "Peak memory per rank", f"Highest memory {where} during training steps.", figure)
 
 
@@ -247,13 +236,13 @@ def ledger_page(record: Record, drawn: Sequence[Chart]) -> str:
     return render(
         "ledger/report/ledger.html.j2",
         record=record,
-        title=title(record),
-        lead=headline(record),
-        facts=facts(record),
+        title=text.title(record),
+        lead=text.headline(record),
+        facts=text.facts(record),
         cards=[_card(variant, record) for variant in record.variants],
         charts=drawn,
-        rows=rows(record),
-        remarks=remarks(record),
+        rows=text.rows(record),
+        remarks=text.remarks(record),
     )
 
 
@@ -262,12 +251,12 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
     if variant.ranks != record.reference.ranks or variant.ranks > 1:
         ranks = f"{variant.ranks} ranks"
     if variant.status != "measured":
-        kind, big, lines = "missing", "", [state(variant)]
+        kind, big, lines = "missing", "", [text.state(variant)]
     elif variant is record.reference:
         kind, big, lines = "", "1x", [ranks, f"{timing.images_per_second:,.0f} images/s" if timing else ""]
     else:
         big, _, interval = str((timing and timing.speedup) or "").partition(" ")
-        kind, verdict = verdicts(record).get(variant.name, ("", ""))
+        kind, verdict = text.verdicts(record).get(variant.name, ("", ""))
         lines = [interval.strip("()"), ranks, verdict]
     return {"name": variant.name, "kind": kind, "big": big, "lines": lines}
 
@@ -298,6 +287,6 @@ def redraw(ledger: str, output: str | None) -> int:
     file = user_path(ledger)
     record, folder = read_record(file), file.parent if output is None else user_path(output)
     write_page(record, folder)
-    print_table(record)
+    text.print_table(record)
     print(f"report: {folder / 'index.html'}")
     return DONE

@@ -172,17 +172,16 @@ LACKS = "error: the device is out of memory (8 GB were asked for); lower data.gl
 
 
 class Scene:
-    """A ledger that trains, and waits for processes that end one after the other, as they are listed; "Ctrl-C" among
-    them is a request to stop."""
+    """A ledger that trains with processes that end one after the other, as they are listed; "Ctrl-C" among them is a
+    request to stop."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.events: list[str] = []
         self.said: list[str] = []
         self._ends: deque[tuple[str, int, str]] = deque()
-        self._ended: dict[str, ProcessResult] = {}
-        self._waits = 0
         self._ledger = made(folder)
+        self._waits, self._ended = 0, True
         scene = self
 
         class Listed(Process):
@@ -192,7 +191,14 @@ class Scene:
                 scene.events.append(f"start {log.stem} {','.join(devices)}".strip())
 
             def finished(self) -> ProcessResult | None:
-                return scene._ended.pop(self._log.stem, None)
+                # What one leaves free is taken before the next one ends.
+                if scene._ended or not scene._ends or scene._ends[0][0] != self._log.stem:
+                    return None
+                name, status, said = scene._ends.popleft()
+                scene._ended = True
+                scene.events.append(f"end {name}")
+                self._log.write_text(said)
+                return ProcessResult(status, 1.0, self._log)
 
             @staticmethod
             def stop(processes: Iterable[Any]) -> None:
@@ -215,18 +221,10 @@ class Scene:
 
     def _wait(self, seconds: float) -> None:
         del seconds
-        self._waits += 1
+        self._waits, self._ended = self._waits + 1, False
         assert self._waits < 20, "it waits for what has ended"
-        # Every second time: what one leaves free is taken before the next one ends.
-        if self._ends and self._waits % 2 == 0:
-            name, status, said = self._ends.popleft()
-            if name == "Ctrl-C":
-                self._ledger.stop.name = "SIGINT"
-                return
-            log = self.folder / "logs" / f"{name}.txt"
-            log.write_text(said)
-            self._ended[name] = ProcessResult(status, 1.0, log)
-            self.events.append(f"end {name}")
+        if self._ends and self._ends[0][0] == "Ctrl-C":
+            self._ledger.stop.name = "SIGINT"
 
 
 @pytest.fixture

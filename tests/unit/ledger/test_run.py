@@ -29,22 +29,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, fake: type[FakeProce
     assert not {"device", "world_size"} & set(record.environment.model_dump())
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (None, "cannot be read"),
-        ("no json", "invalid JSON"),
-        ("[" * 100_000, "invalid JSON"),
-        ('{"kind": "timing"}', "as a ledger.json \\(kind: "),
-    ],
-)
-def test_a_file_that_is_no_record(text: str | None, line: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "x").write_text(text)
-    with pytest.raises(UserError, match=f"^{tmp_path / 'x'}: .*{line}"):
-        read_record(tmp_path / "x")
-
-
 def test_a_field_that_is_lost_is_one_line(tmp_path: Path, fake: type[FakeProcess]) -> None:
     """A flipped bit in a name leaves valid JSON."""
     ledger = start(tmp_path, runs_at_most=8, margin=50, numerics_steps=2, gradients=True)
