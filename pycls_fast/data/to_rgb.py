@@ -73,7 +73,7 @@ def decode(data: bytes | np.ndarray | Image.Image, convert: Conversion = AS_STOR
             image = _open(data) if isinstance(data, bytes) else data
             image.load()
             converted = _to_rgb(image, on_white=convert.on_white)
-            turn = _TURNS.get(orientation(image)) if convert.upright else None
+            turn = _TURNS.get(orientation_of(image)) if convert.upright else None
             return converted if turn is None else converted.transpose(turn)
         except (DamagedImage, MemoryError):
             raise
@@ -167,31 +167,23 @@ _TURNS = {
 JPEG, _SCAN, _APP1, _FILL = b"\xff\xd8", b"\xff\xda", b"\xff\xe1", b"\xff\xff"
 
 
-def orientation(image: Image.Image) -> int:
-    """The orientation of an image that Pillow has opened, 1 to 8: 1 (no turn) if there is none or it is invalid.
+def orientation_of(image: bytes | Image.Image) -> int:
+    """The orientation of a file or of what Pillow has opened, 1 to 8: 1 (no turn) if there is none or it is invalid.
 
-    Pillow may have to decode the pixels: a PNG's metadata may follow them.
+    A JPEG's is read from its header; of other files Pillow may have to decode the pixels, which metadata may follow.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = image.getexif().get(ExifTags.Base.Orientation)
-        except Exception:  # noqa: BLE001  # damaged metadata raise nearly every kind; the pixels may be fine
-            return 1
-    return found if isinstance(found, int) and found in _TURNS else 1
-
-
-def orientation_of(data: bytes) -> int:
-    """The orientation of an image file (a JPEG's is read from its header); 1 for TIFFs and what Pillow cannot open."""
-    if data.startswith(JPEG) and not _may_have_exif(data):
+    if isinstance(image, bytes) and image.startswith(JPEG) and not _may_have_exif(image):
         return 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-        except Exception:  # noqa: BLE001  # it is reported when the file is decoded
+            if isinstance(image, bytes):
+                # Pillow turns TIFFs itself.
+                image = Image.open(io.BytesIO(image), formats=("JPEG", "PNG", "WEBP"))
+            found = image.getexif().get(ExifTags.Base.Orientation)
+        except Exception:  # noqa: BLE001  # damaged metadata raise nearly every kind; the pixels may be fine
             return 1
-    return orientation(image)
+    return found if isinstance(found, int) and found in _TURNS else 1
 
 
 def _may_have_exif(data: bytes) -> bool:

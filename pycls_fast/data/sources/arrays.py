@@ -214,7 +214,9 @@ def _write_images(folder: Path) -> None:
 def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
     """The digits, written to `root` unless they are there; the published results are of a split by position."""
     write_digits(root)
-    return {"all": scan_classes(Path(root), CachePolicy.of(data, how), numbered=True)}
+    images = scan_classes(Path(root), CachePolicy.of(data, how))
+    images.numbered = True
+    return {"all": images}
 
 
 class DatasetImages(Images):

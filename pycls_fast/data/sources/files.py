@@ -52,16 +52,14 @@ _MOST_OPEN = 256
 class FileImages(Images):
     """One file per image."""
 
-    def __init__(self, root: Path, names: Texts, labels: Labels, *, numbered: bool = False) -> None:
-        """
-        Args:
-            names: paths of the files, absolute or relative to `root`.
-            numbered: the names only count the images.
-        """
+    numbered = False
+    """The names only count the images."""
+
+    def __init__(self, root: Path, names: Texts, labels: Labels) -> None:
+        """`names`: paths of the files, absolute or relative to `root`."""
         self.root, self.where = root, str(root)
         self.classes, self.labels, self.label_sets = labels
         self._texts: Texts = names
-        self._numbered = numbered
 
     def read(self, index: int) -> bytes:
         return read_bytes(self.name(index), IMAGE_BYTES)
@@ -70,7 +68,7 @@ class FileImages(Images):
         return str(self.root / self._texts[index])
 
     def name_hashes(self) -> np.ndarray | None:
-        return None if self._numbered else super().name_hashes()
+        return None if self.numbered else super().name_hashes()
 
 
 class OpenFiles:

@@ -97,7 +97,7 @@ class _Listing(NamedTuple):
     """The number of images in formats that are not read, by extension."""
 
 
-def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool = False) -> FileImages:
+def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileImages:
     """Index class folders: every image below `root/CLASS/`, at any depth, hidden files and folders left out.
 
     They are ordered by class name and, within a class, by the file names' bytes. Listing runs in threads, because on
@@ -114,7 +114,7 @@ def scan_classes(root: Path, cache: CachePolicy | None = None, *, numbered: bool
         build=partial(_scan, root),
         is_fresh=partial(_is_fresh, root),
     )
-    return FileImages(root, index.names, index.labels, numbered=numbered)
+    return FileImages(root, index.names, index.labels)
 
 
 def _merge_links(source: FileImages) -> Images:

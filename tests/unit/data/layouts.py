@@ -95,27 +95,33 @@ def write_manifest(root: Path, content: Content, *, extension: str = ".csv") -> 
     return str(root)
 
 
-def write_hub_parquet(root: Path, content: Content, *, shards: int = 2, **how: Any) -> str:
-    """As the hub lays datasets out; `how` goes to pyarrow's writer."""
-    import pyarrow
-    import pyarrow.parquet
+def hub_datasets(content: Content) -> Any:
+    """By the hub's names of splits."""
+    import datasets
 
-    how = {"compression": "none", "use_dictionary": False, "row_group_size": 3, **how}
+    datasets.disable_progress_bars()
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
+    return datasets.DatasetDict({
+        {"val": "validation"}.get(split, split): datasets.Dataset.from_dict(
+            {"image": [{"bytes": s.data, "path": None} for s in samples], "label": [s.label for s in samples]},
+            features=kinds,
+        )
+        for split, samples in content.items()
+    })  # fmt: skip
+
+
+def write_hub(root: Path, content: Content) -> str:
+    hub_datasets(content).save_to_disk(str(root))
+    return str(root)
+
+
+def write_hub_parquet(root: Path, content: Content, *, shards: int = 2) -> str:
+    """As the hub lays datasets out."""
     (root / "data").mkdir(parents=True)
-    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    features = {"image": {"_type": "Image"}, "label": {"names": list(CLASSES), "_type": "ClassLabel"}}
-    for split, samples in content.items():
-        stored = {"val": "validation"}.get(split, split)
-        for number, part in enumerate(np.array_split(np.arange(len(samples)), shards)):
-            chosen = [samples[i] for i in part.tolist()]
-            table = pyarrow.table(
-                {
-                    "image": pyarrow.array([{"bytes": s.data, "path": s.name} for s in chosen], kind),
-                    "label": pyarrow.array([s.label for s in chosen], pyarrow.int64()),
-                }
-            ).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-            name = f"{stored}-{number:05d}-of-{shards:05d}.parquet"
-            pyarrow.parquet.write_table(table, root / "data" / name, **how)
+    for split, made in hub_datasets(content).items():
+        for number in range(shards):
+            file = root / "data" / f"{split}-{number:05d}-of-{shards:05d}.parquet"
+            made.shard(shards, number, contiguous=True).to_parquet(str(file))
     return str(root)
 
 
@@ -147,22 +153,6 @@ def write_packed(root: Path, content: Content) -> str:
     write_folder(folders, content)
     for split in content:
         pack(scan_classes(folders / split), root / split, PackSettings(), workers=0, title="pack")
-    return str(root)
-
-
-def write_hub(root: Path, content: Content) -> str:
-    import datasets
-
-    datasets.disable_progress_bars()
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
-    made = {
-        {"val": "validation"}.get(split, split): datasets.Dataset.from_dict(
-            {"image": [{"bytes": s.data, "path": None} for s in samples], "label": [s.label for s in samples]},
-            features=kinds,
-        )
-        for split, samples in content.items()
-    }
-    datasets.DatasetDict(made).save_to_disk(str(root))
     return str(root)
 
 

@@ -105,16 +105,6 @@ def test_a_sample_depends_on_seed_epoch_index_and_copy() -> None:
         image(1, (0, 60), repeats=3)
 
 
-def test_resuming_reads_nothing_that_was_seen() -> None:
-    read: list[int] = []
-    source = HookedImages(20, read.append)
-    whole = list(train_loader(source, 0))
-    for start_step in (1, 3, 6, 7):
-        read.clear()
-        assert_same(list(train_loader(source, 0, start_step=start_step)), whole[start_step:])
-        assert len(read) == 6 * (7 - start_step)
-
-
 def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileImages) -> None:
     dataset = ImageDataset(damaged_folder, TRAIN, seed=5, training=True)
     sample = dataset[(0, 3)]

@@ -114,9 +114,9 @@ def test_every_image_is_held_out_as_often() -> None:
 def test_images_with_numbers_are_drawn_by_position(tmp_path: Path) -> None:
     """The results of the embedded digits are of this split."""
     write_tree(tmp_path, {"3": 20, "8": 11})
-    options = Folder(split_seed=5)
-    splits = split_at_random(scan_classes(tmp_path, numbered=True), options, where="here")
-    val = splits["val"]
+    source = scan_classes(tmp_path)
+    source.numbered = True
+    val = split_at_random(source, Folder(split_seed=5), where="here")["val"]
     own = [Path(val.name(index)) for index in range(len(val))]
     for name, count, size in (("3", 20, 4), ("8", 11, 2)):
         files = sorted(str(number) for number in range(count))
