@@ -6,6 +6,7 @@ Functions that write raise an `OSError`, for example if the disk is full.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -93,6 +94,14 @@ def weights_at(path: Path) -> Path | None:
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
         return (path / "model.safetensors").absolute()
     return next((found.resolve() for found in best_first(path) if found.exists()), None)
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Admit one process at a time; the file is made if it is not there."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def flush(*files: IO[Any]) -> None:

@@ -18,7 +18,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
 from pycls_fast.data.sources.index import progress
 from pycls_fast.data.sources.packed import PackedImages
-from pycls_fast.data.sources.tables import EXTENSIONS as TABLES
+from pycls_fast.data.sources.tables import TABLES
 from pycls_fast.data.to_rgb import DamagedImage, decode, why
 
 SEEN = np.dtype([("index", "i8"), ("height", "i4"), ("width", "i4"), ("pixels", "u8"), ("dhash", "u8")])

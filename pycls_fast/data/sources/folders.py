@@ -22,8 +22,8 @@ import numpy as np
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Labels, Subset
 from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, digest, load_or_build, progress
-from pycls_fast.data.sources.texts import Texts
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build, progress
+from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 

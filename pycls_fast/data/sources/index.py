@@ -8,8 +8,6 @@ folder there for a class.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import sys
 import time
@@ -23,8 +21,8 @@ import numpy as np
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Labels
-from pycls_fast.data.sources.texts import Texts
-from pycls_fast.files import atomic_write, cache_folder, flush, user_path
+from pycls_fast.data.sources.texts import Texts, digest
+from pycls_fast.files import atomic_write, cache_folder, flush, locked, user_path
 from pycls_fast.reading import parse_json, read_npz
 
 _FORMAT = 8
@@ -109,11 +107,6 @@ def _places(root: str | Path, setting: str) -> list[Path]:
     return [whole.parent / _FOLDER / whole.name, general]
 
 
-def digest(text: str) -> str:
-    """A hash of a text with names of files, as 16 hexadecimal digits."""
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
 def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | None:
     for file in files:
         try:
@@ -152,8 +145,7 @@ def _lock(what: str) -> Iterator[None]:
             folder = cache_folder() / "locks"
             folder.mkdir(parents=True, exist_ok=True)
             # One of 256 files, so that they do not pile up. Two datasets that share one only wait for each other.
-            file = stack.enter_context((folder / digest(what)[:2]).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            stack.enter_context(locked(folder / digest(what)[:2]))
         yield
 
 

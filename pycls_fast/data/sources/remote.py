@@ -7,8 +7,6 @@ beside the workers of each rank iterates over the same sampler further ahead, an
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import multiprocessing
 import os
 import re
@@ -17,15 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.texts import digest
 from pycls_fast.errors import UserError, refusing
-from pycls_fast.files import flush
+from pycls_fast.files import flush, locked
 
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
@@ -128,7 +127,7 @@ class ShardCache:
 
     def place(self, address: str, version: str) -> Path:
         """The path of a file's copy, whether it exists or not; each version has its own."""
-        name = hashlib.sha256(f"{address}\0{version}".encode()).hexdigest()[:16]
+        name = digest(f"{address}\0{version}")
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 
     def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
@@ -176,12 +175,9 @@ class ShardCache:
         finally:
             draft.unlink(missing_ok=True)
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> AbstractContextManager[None]:
         """Exclude other processes while room is made or a copy named."""
-        with (self.folder / ".room.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return locked(self.folder / ".room.lock")
 
     def _make_room(self, size: int) -> bool:
         held, idle, now = 0, [], time.time()

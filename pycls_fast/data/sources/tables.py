@@ -32,8 +32,7 @@ from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 
-EXTENSIONS = (".csv", ".tsv", ".parquet")
-_SPLIT_COLUMN = "split"
+TABLES = (".csv", ".tsv", ".parquet")
 _SPLITS = ("train", "val", "test")
 
 
@@ -49,7 +48,7 @@ def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str)
         UserError: missing files or columns, empty tables, labels that make no sense.
     """
     place = Path(root)
-    files = find_files(str(place), EXTENSIONS, data, deep=False)
+    files = find_files(str(place), TABLES, data, deep=False)
     names = read_class_list(str(place))
     base = place if place.is_dir() else place.parent
     opened: dict[str, Images] = {}
@@ -87,8 +86,11 @@ def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
             raise missing_column(str(path), column, list(table), key)
     paths, labels = list(table[path_column]), list(table[label_column])
     splits = None
-    if _SPLIT_COLUMN in table:
-        splits = _split_numbers(path, table[_SPLIT_COLUMN])
+    if "split" in table:
+        said = [str(value).strip() for value in table["split"]]
+        for value in sorted(set(said)):
+            one_of(f"{path}: the column split", value, SPLIT_OF)
+        splits = np.array([_SPLITS.index(SPLIT_OF[value]) for value in said], dtype=np.uint8)
         kept = splits != _SPLITS.index("test")
         if all(label in NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
@@ -113,13 +115,6 @@ def _labels_from_columns(table: dict[str, Sequence[Any]], label_column: str) -> 
         return {}
     rows = zip(*columns.values(), strict=True)
     return {label_column: [[name for name, is_true in zip(columns, row, strict=True) if is_true] for row in rows]}
-
-
-def _split_numbers(path: Path, values: Sequence[object]) -> np.ndarray:
-    said = [str(value).strip() for value in values]
-    for value in sorted(set(said)):
-        one_of(f"{path}: the column split", value, SPLIT_OF)
-    return np.array([_SPLITS.index(SPLIT_OF[value]) for value in said], dtype=np.uint8)
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:

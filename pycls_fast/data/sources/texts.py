@@ -1,7 +1,8 @@
-"""Many names in one array, and their hashes."""
+"""Many names in one array, and hashes of names."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 
@@ -11,6 +12,11 @@ import numpy as np
 _FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 # Strings that are hashed at a time; the temporary arrays stay small.
 _HASHED_TOGETHER = 1 << 16
+
+
+def digest(text: str) -> str:
+    """A hash of a text with names of files, as 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 class Texts:
