@@ -13,9 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -88,15 +86,6 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     return opened
 
 
-class _Listing(NamedTuple):
-    """The images of one class folder: names relative to the folder above, and the folders' mtimes."""
-
-    names: list[bytes]
-    stamp: dict[str, int]
-    unread: Counter[str]
-    """The number of images in formats that are not read, by extension."""
-
-
 def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileImages:
     """Index class folders: every image below `root/CLASS/`, at any depth, hidden files and folders left out.
 
@@ -139,13 +128,14 @@ def _scan(root: Path) -> Index:
     classes = subfolders(root)
     if not classes:
         raise UserError(f"{root} holds no class folders; {_LAYOUT}")
-    listings: list[_Listing] = []
+    names, counts, folders, unread = list[bytes](), list[int](), dict[str, int](), Counter[str]()
     with ThreadPoolExecutor(_SCAN_THREADS) as pool, progress(f"index {root}", len(classes), "folders") as advance:
-        for listing in pool.map(lambda name: _list_class(root, name), classes):
-            listings.append(listing)
+        for own, times, others in pool.map(lambda name: _list_class(root, name), classes):
+            names += own
+            counts.append(len(own))
+            folders |= times
+            unread += others
             advance(1)
-    counts = [len(listing.names) for listing in listings]
-    unread = sum((listing.unread for listing in listings), Counter[str]())
     # Once per node: each rank opens the dataset.
     if unread and is_first_of_node():
         found = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
@@ -153,11 +143,9 @@ def _scan(root: Path) -> Index:
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise UserError(f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}")
-    names = Texts.of(chain.from_iterable(listing.names for listing in listings))
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
-    folders = {name: time for listing in listings for name, time in listing.stamp.items()}
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
-    return Index(names, Labels(tuple(classes), labels), stamp)
+    return Index(Texts.of(names), Labels(tuple(classes), labels), stamp)
 
 
 def _is_fresh(root: Path, stamp: Stamp) -> bool:
@@ -178,15 +166,15 @@ def _time_of_change(folder: str) -> int:
         return -1
 
 
-def _list_class(root: Path, name: str) -> _Listing:
-    stamp: dict[str, int] = {}
-    unread: Counter[str] = Counter()
-    found: list[bytes] = []
+def _list_class(root: Path, name: str) -> tuple[list[bytes], dict[str, int], Counter[str]]:
+    """The images of a class folder, relative to `root`; the folders' mtimes; how many images of which extensions are
+    in formats that are not read."""
+    found, times, unread = list[bytes](), dict[str, int](), Counter[str]()
     for folder, status, _, files in walk(f"{root}/{name}"):
         place = os.path.relpath(folder, root)
         # An mtime in the far future (a server's clock, a zip archive from another time zone) is as good as an old one.
         is_settled = abs(time.time_ns() - status.st_mtime_ns) > _TIME_STEP_NS
-        stamp[place] = status.st_mtime_ns if is_settled else 0
+        times[place] = status.st_mtime_ns if is_settled else 0
         for image in files:
             if image.lower().endswith(EXTENSIONS):
                 # Not checked to be a file: a broken link is then reported as a damaged image, not overlooked.
@@ -194,7 +182,7 @@ def _list_class(root: Path, name: str) -> _Listing:
             elif image.lower().endswith(_UNREAD_EXTENSIONS):
                 unread[os.path.splitext(image)[1].lower()] += 1  # noqa: PTH122  # faster than a Path
     # Sorted as bytes, whatever the locale.
-    return _Listing(sorted(found), stamp, unread)
+    return sorted(found), times, unread
 
 
 def subfolders(root: Path) -> list[str]:

@@ -32,17 +32,15 @@ _SMALLEST = 1_000
 # webdataset's: the key is everything up to the first dot of the file's own name.
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
-Stamp = Sequence[Any]
-"""Path or address of a shard, its size (None if unknown) and its version."""
-
 
 class TarImages(CachedShards):
     """Images in uncompressed tar files, in the order of files and members."""
 
-    def __init__(self, where: str, stamps: Sequence[Stamp], index: Index, cache: ShardCache | None) -> None:
+    def __init__(self, where: str, stamps: Sequence[Any], index: Index, cache: ShardCache | None) -> None:
         """
         Args:
             where: what to call the dataset in messages.
+            stamps: path or address of each shard, its size (None if unknown) and its version.
             index: the samples' names within their shard, their labels, and `places`, int64 (samples, 2): offset and
                 size of each image in its shard; `block_ends`, int64: samples up to the end of each shard.
             cache: keeps whole remote shards; None reads each image separately over the network.

@@ -62,12 +62,7 @@ def write_several(kind: str, root: Path) -> str:
     """A training split whose images have several labels, as numbers or names; the kind of source."""
     root.mkdir()
     (root / "classes.txt").write_text("\n".join(CLASSES))
-    if kind == "manifest":
-        for number, data in enumerate(JPEGS):
-            (root / f"{number}.jpg").write_bytes(data)
-        rows = [f"{number}.jpg,{';'.join(own)}" for number, own in enumerate(NAMES)]
-        (root / "train.csv").write_text("\n".join(["path,label", *rows]))
-    elif kind == "hub":
+    if kind == "hub":
         labels = datasets.Sequence(datasets.ClassLabel(names=list(CLASSES)))
         kinds = datasets.Features({"image": datasets.Value("binary"), "label": labels})
         made = datasets.Dataset.from_dict({"image": JPEGS, "label": SETS}, features=kinds)
@@ -84,8 +79,8 @@ def write_several(kind: str, root: Path) -> str:
     return str(root)
 
 
-@pytest.mark.parametrize("kind", ["manifest", "hub", "parquet numbers", "parquet names", "tar numbers", "tar names"])
-def test_images_with_several_labels_in_every_source_and_packed(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["hub", "parquet numbers", "parquet names", "tar numbers", "tar names"])
+def test_images_with_several_labels_in_shards_and_packed(tmp_path: Path, kind: str) -> None:
     root, name = write_several(kind, tmp_path / "root"), kind.split()[0]
     source = opened(name, root, whole=True, label_separator=";")["all"]
     pack(source, tmp_path / "packed" / "all", PackSettings(), workers=0, title="")
