@@ -213,16 +213,15 @@ def _validation_labels(root: Path) -> tuple[Mapping[str, str], object]:
     """Image name without extension -> WordNet id, and where that is written: Kaggle's table or the development kit (its
     folder, or the archive as downloaded), beside `root` or above it."""
     for folder in (root, *root.absolute().parents[:4]):
-        table, kit, archive = folder / _KAGGLE_TABLE, folder / _DEVKIT / "data", folder / f"{_DEVKIT}.tar.gz"
-        where = next((place for place in (table, kit, archive) if place.exists()), None)
-        # scipy's error for a damaged matrix is an Exception.
-        with refusing(f"{where} does not hold ImageNet's validation labels", Exception):
-            if table.is_file():
-                return _read_kaggle(table), table
-            if kit.is_dir():
-                return _read_devkit({name: read_bytes(kit / name) for name in (_GROUND_TRUTH, _META)}), kit
-            if archive.is_file():
-                return _read_devkit(_unpack(archive)), archive
+        for name, read in (
+            (_KAGGLE_TABLE, _read_kaggle),
+            (f"{_DEVKIT}/data", _read_devkit),
+            (f"{_DEVKIT}.tar.gz", _read_devkit),
+        ):
+            # scipy's error for a damaged matrix is an Exception.
+            with refusing(f"{folder / name} does not hold ImageNet's validation labels", Exception):
+                if (folder / name).exists():
+                    return read(folder / name), folder / name
     return {}, f"{_DEVKIT}.tar.gz or {_KAGGLE_TABLE}, which are expected beside {root.name}/"
 
 
@@ -238,11 +237,14 @@ def _unpack(archive: Path) -> dict[str, bytes]:
         return {name: file.read() for name, file in files.items() if name in (_GROUND_TRUTH, _META) and file}
 
 
-def _read_devkit(contents: Mapping[str, bytes]) -> dict[str, str]:
-    """Line k of the ground truth is the `ILSVRC2012_ID` of image k; `meta.mat` has its WordNet id."""
+def _read_devkit(kit: Path) -> dict[str, str]:
+    """A folder or an archive: line k of the ground truth is the `ILSVRC2012_ID` of image k; `meta.mat` has its WordNet
+    id."""
     # Installed with scikit-learn, which the digits need.
     from scipy.io import loadmat
 
+    files = (_GROUND_TRUTH, _META)
+    contents = {name: read_bytes(kit / name) for name in files} if kit.is_dir() else _unpack(kit)
     synsets = loadmat(io.BytesIO(contents[_META]), squeeze_me=True)["synsets"]
     wnid_of = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in np.atleast_1d(synsets)}
     ids = [int(line) for line in contents[_GROUND_TRUTH].split()]

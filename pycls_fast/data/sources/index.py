@@ -154,7 +154,7 @@ _PLAIN_SECONDS = 10.0
 
 
 @contextmanager
-def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show progress ("index /data/imagenet/train", 1000, "folders") within the block; call the result with the number
     of items just finished.
 
@@ -180,8 +180,8 @@ def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int]
         elif not console.is_terminal and now - spoken >= _PLAIN_SECONDS:
             spoken = now
             done = bar.tasks[0].completed
-            of = f" of {total:,}" if total else ""
-            console.print(f"{what}: {done:,.0f}{of} {unit}, {done / (now - started):,.3g}/s", markup=False)
+            rate = f"{done / (now - started):,.3g}/s"
+            console.print(f"{what}: {done:,.0f} of {total:,} {unit}, {rate}", markup=False)
 
     try:
         yield advance
