@@ -257,7 +257,6 @@ class TestCompiling:
 
 
 ALL_DECODERS = {**DECODERS, "region, dct": SCALED_REGION}
-FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT = range(1, 9)
 
 
@@ -266,16 +265,10 @@ def as_seen(data: bytes) -> Image.Image:
     return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
+def test_images_are_turned_if_asked_and_tiffs_always(photo: Image.Image) -> None:
     for orientation in EIGHT:
-        data = encode(photo, orientation, kind)
-        seen, found = as_seen(data), decode(data, Conversion(upright=True))
-        assert found.size == seen.size == (photo.size if orientation <= 4 else photo.size[::-1])
-        np.testing.assert_array_equal(found, seen)
-        stored = decode(data)
-        assert stored.size == photo.size
-        assert (orientation == 1) == np.array_equal(stored, seen)
+        stored = decode(encode(photo, orientation, "PNG"))
+        np.testing.assert_array_equal(stored, photo)
         # Pillow turns TIFF files when it reads the pixels; nothing is turned twice.
         tiff = encode(photo, orientation, "TIFF")
         for upright in (False, True):
@@ -283,13 +276,13 @@ def test_the_eight_orientations(photo: Image.Image, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_DECODERS)
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_random_crops_are_those_of_a_file_that_was_turned_before(photo: Image.Image, kind: str, name: str) -> None:
     decoder = ALL_DECODERS[name]
     turning = replace(decoder, convert=Conversion(upright=True))
     training = TrainTransform(Augment(erase_probability=0.5), image_size=32)
     scoring = EvalTransform(Augment(), image_size=48)
-    for orientation in EIGHT if kind == "JPEG" else (1, 6):
+    for orientation in EIGHT:
         data = encode(photo, orientation, kind)
         is_fast = kind == "JPEG" and orientation == 1
         before = data if is_fast else encode(as_seen(data), kind="PNG")
