@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from pycls_fast.errors import UserError
@@ -104,24 +105,14 @@ class Choice(Section):
         if isinstance(value, dict) and cls.default:
             value = {cls.tag: cls.default, **value}
         # As JSON text, in which a list may become a tuple.
-        return _adapter(tuple(cls._members.items()), cls.tag).validate_json(json.dumps(value))
+        return _adapter(tuple(cls._members.values()), cls.tag).validate_json(json.dumps(value))
 
 
 @functools.cache
-def _adapter(members: tuple[tuple[str, type[Choice]], ...], tag: str) -> TypeAdapter[Any]:
+def _adapter(members: tuple[type[Choice], ...], tag: str) -> TypeAdapter[Any]:
     """Made once for the same members: it takes longer than all other validation."""
-    return TypeAdapter(Annotated[Any, _OneOf(dict(members), tag)])
-
-
-class _OneOf:
-    """Annotation: one of these classes, by the value of their field `tag`."""
-
-    def __init__(self, members: Mapping[str, type[Choice]], tag: str) -> None:
-        self.members, self.tag = members, tag
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schemas = {name: handler.generate_schema(member) for name, member in self.members.items()}
-        return core_schema.tagged_union_schema(schemas, discriminator=self.tag)
+    several: Any = functools.reduce(operator.or_, members)
+    return TypeAdapter(Annotated[several, Field(discriminator=tag)] if len(members) > 1 else several)
 
 
 def _place(cls: type) -> str:
