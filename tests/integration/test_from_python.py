@@ -25,6 +25,7 @@ from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
 from pycls_fast.train.assemble import build_parts
 from pycls_fast.train.display import Display
+from pycls_fast.train.environment import Call
 from pycls_fast.train.metrics import TrainMetrics
 from tests.integration.runs import ROOT, TINY, records
 
@@ -241,24 +242,48 @@ def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err.startswith("error: rank 1 lost other ranks")
 
 
-@pytest.mark.parametrize("name", ["a,b", "{a}", '"a"', "null", "1e3", " a", "a\\"])
-def test_a_path_is_a_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its name means on a command line."""
-    configs: list[RunConfig] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[RunConfig, str]]:
+    """What is to be trained, and is not: configurations, and settings for the folder's name."""
+    calls: list[tuple[RunConfig, str]] = []
 
-    def train(config: RunConfig, on_start: Callable[[Path], None], call: object) -> int:
-        configs.append(config)
-        on_start(Path(name))
+    def train(config: RunConfig, on_start: Callable[[Path], None], call: Call) -> int:
+        calls.append((config, call.settings))
+        on_start(tmp_path)
         return 0
 
     monkeypatch.setattr(from_python, "train", train)
     monkeypatch.chdir(tmp_path)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["a,b", "{a}", '"a"', "null", "1e3", " a", "a\\"])
+def test_a_path_is_a_path(name: str, asked: list[tuple[RunConfig, str]]) -> None:
+    """Whatever its name means on a command line."""
     Path(name).mkdir()
     pycls_fast.train_net("vit_digits", data=Path(name), run_dir=Path(name))
-    assert (configs[0].data.root, configs[0].run_dir) == (name, name)
+    assert (asked[0][0].data.root, asked[0][0].run_dir) == (name, name)
     if name == "a,b":
         pycls_fast.train_net("vit_digits", data=name, run_dir=name)
-        assert configs[0] == configs[1]
+        assert asked[0] == asked[1]
+
+
+OWN = {"data": ".", "weights": "timm:resnet18.a1_in1k", "epochs": 9, "optim__lr": 0.01, "runtime": {"threads": 1}}
+
+
+@pytest.mark.parametrize(
+    ("values", "experiment", "settings"),
+    [
+        ({}, "vit_digits", ""),
+        (OWN, "finetune", "seed-1_weights-timm-resnet18.a1_in1k_epochs-9_lr-0.01"),
+        ({"data": ".", "model": nn.Linear(2, 2)}, "finetune", "seed-1_model-kind-given"),
+    ],
+)
+def test_experiment_and_name_are_those_of_the_same_words(
+    asked: list[tuple[RunConfig, str]], values: dict[str, Any], experiment: str, settings: str
+) -> None:
+    pycls_fast.train(overrides=["seed=1"] if values else [], **values)
+    assert [(config.config_name, named) for config, named in asked] == [(experiment, settings)]
 
 
 def test_values_of_wrong_kinds() -> None:
@@ -266,3 +291,6 @@ def test_values_of_wrong_kinds() -> None:
         pycls_fast.train_net("vit_digits", "seed=1")
     with pytest.raises(UserError, match=r"^data: must not be an array; give a list of numbers, or images as a torch"):
         pycls_fast.train_net(data=np.zeros((4, 8, 8, 3), np.uint8))
+    # A section with a path is fine.
+    with pytest.raises(UserError, match=r"^weights: not set; give a run, a file, timm:NAME"):
+        pycls_fast.train_net(data={"root": Path("/")})

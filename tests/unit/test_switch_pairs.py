@@ -128,36 +128,34 @@ def compiles(*choices: Choice) -> bool:
 
 
 @cache
-def sample(size: int, *, of_each_kind: int, compiled: bool) -> list[Pair]:
-    """Pairs that a CPU runs, the same in every run of the tests: each value at least once, and so many at least."""
+def sample(size: int, *, compiled: bool) -> list[Pair]:
+    """Pairs that a CPU runs, the same in every run of the tests: each value and kind of model at least once, and so
+    many at least."""
     found = [pair for pair in pairs() if compiles(*pair[1:]) == compiled]
-    missing = {choice for pair in found for choice in pair[1:] if compiles(choice) == compiled}
+    missing: set[object] = {choice for pair in found for choice in pair[1:] if compiles(choice) == compiled}
+    missing |= set(BASE)
     random.Random(0).shuffle(found)
     drawn: list[Pair] = []
     # Those first that bring two values.
     for new in (2, 1):
         for pair in found:
-            if len(missing & {*pair[1:]}) >= new:
+            if len(missing & {*pair}) >= new:
                 drawn.append(pair)
-                missing -= {*pair[1:]}
-    for kind in BASE:
-        # Of each kind of model a few, whatever the values were drawn with.
-        few = max(0, of_each_kind - sum(pair[0] == kind for pair in drawn))
-        drawn += [pair for pair in found if pair[0] == kind and pair not in drawn][:few]
+                missing -= {*pair}
     return drawn + [pair for pair in found if pair not in drawn][: max(0, size - len(drawn))]
 
 
 # Drawn when a test asks: every collection would take seconds longer.
 def uncompiled_pairs() -> list[Pair]:
-    return sample(SAMPLE, of_each_kind=3, compiled=False)
+    return sample(SAMPLE, compiled=False)
 
 
 def more_pairs() -> list[Pair]:
-    return sample(LARGER_SAMPLE, of_each_kind=3, compiled=False)[len(uncompiled_pairs()) :]
+    return sample(LARGER_SAMPLE, compiled=False)[len(uncompiled_pairs()) :]
 
 
 def compiled_pairs() -> list[Pair]:
-    return sample(COMPILED_SAMPLE, of_each_kind=2, compiled=True)
+    return sample(COMPILED_SAMPLE, compiled=True)
 
 
 class Trained(NamedTuple):

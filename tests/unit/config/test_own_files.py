@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 
-import pycls_fast
-from pycls_fast.config import Purpose, RunConfig, Verb, command_alone, overrides_name
+from pycls_fast.config import Purpose, Verb, command_alone, overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, compose
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.errors import UserError
-from pycls_fast.train.environment import Call
 from tests.unit.conftest import Tool
 
 
@@ -118,44 +112,6 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
 def test_own_images_or_weights_are_fine_tuned(tool: Tool, words: list[str], experiment: str) -> None:
     status, lines, calls = tool(*words, default="", purpose=Purpose(needs_data=False))
     assert (status, lines, {config.config_name for config, _ in calls}) == (0, [], {experiment})
-
-
-@pytest.mark.parametrize(
-    ("values", "experiment", "settings"),
-    [
-        ({}, "vit_digits", ""),
-        (
-            {
-                "data": ".",
-                "weights": "timm:resnet18.a1_in1k",
-                "epochs": 9,
-                "optim__lr": 0.01,
-                "runtime": {"threads": 1},
-            },
-            "finetune",
-            "seed-1_weights-timm-resnet18.a1_in1k_epochs-9_lr-0.01",
-        ),
-        ({"data": ".", "model": nn.Linear(2, 2)}, "finetune", "seed-1_model-kind-given"),
-    ],
-)
-def test_from_python_experiment_and_name_are_those_of_the_same_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, values: dict[str, Any], experiment: str, settings: str
-) -> None:
-    chosen: list[tuple[str, str]] = []
-
-    def train(config: RunConfig, on_start: Callable[[Path], None], call: Call) -> int:
-        on_start(tmp_path)
-        chosen.append((config.config_name, call.settings))
-        return 0
-
-    monkeypatch.setattr("pycls_fast.inference.from_python.train", train)
-    pycls_fast.train(overrides=["seed=1"] if values else [], **values)
-    assert chosen == [(experiment, settings)]
-
-
-def test_from_python_a_section_with_a_path(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="weights: not set; give a run, a file, timm:NAME"):
-        pycls_fast.train(data={"root": tmp_path})
 
 
 @pytest.mark.parametrize("name", ["typo", "folder of runs"])
