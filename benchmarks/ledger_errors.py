@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.ledger.ladder.plan import Factors, Family, families
-from pycls_fast.ledger.report.effects import LOOKS, Look, Pair, decide, fit
+from pycls_fast.ledger.report.effects import LOOKS, Fit, Look, Pair, decide, fit
 
 _IMAGES = 10_000
 # No workload's images err so independently that more than this would come from them (CIFAR-10 at 67%).
@@ -127,16 +127,16 @@ def simulate(truth: Truth, ladders: int, *, seed: int = 0) -> Counts:
 
 
 def _ladder(truth: Truth, family: Family, generator: np.random.Generator) -> list[Look]:
-    pairs, looks = _drawn(truth, family, generator), []
-    for place in range(len(LOOKS)):
-        count = len(family.at_look(place))
-        found = fit(pairs[:count], family.names)
-        assert found is not None
-        looks.append((place, 2 * count, [found]))
-        decided = decide(looks, truth.margin)
-        if decided[-1].settled:
-            break
-    return decided
+    pairs = _drawn(truth, family, generator)
+
+    def looks() -> Iterator[tuple[int, int, list[Fit]]]:
+        for place in range(len(LOOKS)):
+            count = len(family.at_look(place))
+            found = fit(pairs[:count], family.names)
+            assert found is not None
+            yield place, 2 * count, [found]
+
+    return decide(looks(), truth.margin)
 
 
 def _drawn(truth: Truth, family: Family, generator: np.random.Generator) -> list[Pair]:

@@ -87,7 +87,7 @@ class TimeVerb(Verb):
 
     def __call__(self, config: RunConfig) -> int:
         chosen = self.variants(config)
-        from pycls_fast.ledger import time_variants
+        from pycls_fast.ledger.measure.timing import time_variants
 
         return time_variants(chosen, **{key: value for key, value in self if key != "compare"})
 

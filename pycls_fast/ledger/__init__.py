@@ -4,7 +4,3 @@ Reading order: `ladder/run.py` (what is measured, in which order), `ladder/ledge
 and train), `measure/` (each measurement, in a process of its own), `report/record.py` (the record), `report/effects.py`
 (what it may claim), `report/page.py`. `compare.py` puts two runs side by side, `runs.py` lists many.
 """
-
-from pycls_fast.ledger.measure.timing import time_variants
-
-__all__ = ["time_variants"]

@@ -68,7 +68,7 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
         except UserError as error:
             left_out[path] = error.lines[0]
     table = rows(runs, sort)
-    keys = differing_keys(table, list(dict.fromkeys(key for run in runs for key in run.settings)))
+    keys = differing_keys(table)
     if table:
         _print(table, keys)
     print_lines("left out", left_out.values(), whole=True)
@@ -277,11 +277,10 @@ def rows(runs: Sequence[SavedRun], sort: str) -> list[Row]:
     return sorted(made, key=lambda row: -value if (value := row.numbers[sort]) is not None else float("inf"))
 
 
-def differing_keys(table: Sequence[Row], order: Sequence[str]) -> list[str]:
-    """Keys with more than one value in the table, in the given order; a missing key counts as a value."""
-    return [
-        key for key in order if key not in (SEED, FOLD) and len({row.settings.get(key, NOT_SET) for row in table}) > 1
-    ]
+def differing_keys(table: Sequence[Row]) -> list[str]:
+    """Keys with more than one value in the table; a missing key counts as a value."""
+    keys = dict.fromkeys(key for row in table for key in row.settings)
+    return [key for key in keys if len({row.settings.get(key, NOT_SET) for row in table}) > 1]
 
 
 def chosen_keys(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -356,9 +355,10 @@ def _csv(records: Sequence[Values], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     numbers = [name for key in _COLUMNS for name in (key, f"{key}_half")]
-    writer.writerow(["runs", "state", *map(cell, keys), SEED, FOLD, "count", *numbers])
+    header = ["runs", "state", *keys, SEED, FOLD, "count", *numbers]
+    writer.writerow(map(cell, header))
     for row in records:
-        runs, seeds, folds = (cell(";".join(row[key])) for key in ("runs", "seeds", "folds"))
-        settings = ["" if value is None else cell(value) for value in row["settings"].values()]
-        writer.writerow([runs, row["state"], *settings, seeds, folds, row["count"], *(row[name] for name in numbers)])
+        lists = {name: ";".join(row[key]) for name, key in (("runs", "runs"), (SEED, "seeds"), (FOLD, "folds"))}
+        values = {**row, **row["settings"], **lists}
+        writer.writerow(cell(values[name]) for name in header)
     return text.getvalue()

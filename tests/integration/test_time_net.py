@@ -11,8 +11,8 @@ import pytest
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.ledger import time_variants
 from pycls_fast.ledger.measure import variant as timed_variant
+from pycls_fast.ledger.measure.timing import time_variants
 from tests.factories import compiles
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 

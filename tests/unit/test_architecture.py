@@ -203,7 +203,12 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
     [
         (["pycls_fast"], ["torch", "numpy"]),
         pytest.param(
-            ["pycls_fast.ledger", "pycls_fast.inference", "pycls_fast.train.loop", "pycls_fast.train.tasks.lr_range"],
+            [
+                "pycls_fast.ledger.measure.timing",
+                "pycls_fast.inference",
+                "pycls_fast.train.loop",
+                "pycls_fast.train.tasks.lr_range",
+            ],
             ["timm", "matplotlib", "torch.utils.tensorboard", "torch._dynamo"],
             marks=pytest.mark.slow,
         ),

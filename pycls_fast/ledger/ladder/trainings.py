@@ -6,7 +6,7 @@ the same runs and the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -228,19 +228,20 @@ class CrossedTrainings:
     def _looks(self, group: Sequence[Family]) -> tuple[list[Look], list[Fit]]:
         """The complete looks at one group, with their verdicts, and the latest fits of its families; none as long as
         there are too few pairs."""
-        s = self.settings
-        looks: list[tuple[int, int, list[Fit]]] = []
-        decided: list[Look] = []
-        for place in range(len(LOOKS)):
-            planned = [family.at_look(place) for family in group]
-            is_complete = all(run.is_done for pairs in planned for pair in pairs for run in self._runs(pair))
-            fits = self._fits(group, planned) if is_complete else None
-            if fits is not None:
-                looks.append((place, 2 * len(planned[0]), fits))
-                decided = effects.decide(looks, s.margin, strict=s.strict)
-                if decided[-1].settled:
-                    break
-        return decided, looks[-1][2] if looks else self._fits(group, [family.pairs for family in group]) or []
+        latest: list[Fit] | None = None
+
+        def complete() -> Iterator[tuple[int, int, list[Fit]]]:
+            nonlocal latest
+            for place in range(len(LOOKS)):
+                planned = [family.at_look(place) for family in group]
+                is_complete = all(run.is_done for pairs in planned for pair in pairs for run in self._runs(pair))
+                fits = self._fits(group, planned) if is_complete else None
+                if fits is not None:
+                    latest = fits
+                    yield place, 2 * len(planned[0]), fits
+
+        looks = effects.decide(complete(), self.settings.margin, strict=self.settings.strict)
+        return looks, latest or self._fits(group, [family.pairs for family in group]) or []
 
     def _fits(self, group: Sequence[Family], planned: Sequence[Sequence[PlannedPair]]) -> list[Fit] | None:
         """A fit of each family to those of its pairs that have ended; None if these are too few for one of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
@@ -29,20 +30,6 @@ from pycls_fast.speed import Speed
 
 STAGES = ("read", "decode", "augment", "collate", "copy")
 _AT_MOST = 256
-
-
-class _Replacing:
-    """An object some of whose methods are replaced."""
-
-    def __init__(self, plain: Any, **methods: Callable[[Any], Any]) -> None:
-        self._plain = plain
-        vars(self).update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
-
-    def __len__(self) -> int:
-        return len(self._plain)
 
 
 def measure_stages(
@@ -88,7 +75,8 @@ def _time_batch(loader: ImageLoader, keys: Keys, world: World) -> dict[str, floa
 
     def open_picture(data: Any) -> Any:
         picture = timed("decode", own.open_picture)(data)
-        return _Replacing(picture, crop=timed("decode", picture.crop))
+        vars(picture)["crop"] = timed("decode", picture.crop)
+        return picture
 
     def collate(batch: Batch) -> None:
         # In the workers, and so in the time of augmenting, it is the copy of the samples into the batch.
@@ -96,11 +84,12 @@ def _time_batch(loader: ImageLoader, keys: Keys, world: World) -> dict[str, floa
         for row, image in zip(room.numpy(), batch.images_BHWC.numpy(), strict=True):
             row[...] = image
 
-    def copy(batch: Batch) -> None:
+    def to_device(batch: Batch) -> None:
         batch.to(world.device)
         synchronize(world.device)
 
-    source = cast(Images, _Replacing(own.source, read=timed("read", own.source.read)))
+    source = copy(own.source)
+    vars(source)["read"] = timed("read", own.source.read)
     dataset = replace(own, source=source, open_picture=open_picture)
     batch = timed("augment", dataset.__getitems__)(keys)
     if not isinstance(batch, Batch):
@@ -110,7 +99,7 @@ def _time_batch(loader: ImageLoader, keys: Keys, world: World) -> dict[str, floa
     if world.device.type == "cuda":
         batch = batch.pin_memory()
     synchronize(world.device)
-    timed("copy", copy)(batch)
+    timed("copy", to_device)(batch)
     return took
 
 

@@ -223,8 +223,8 @@ class Look:
         return all(effect.word != "undecided" for effect in self.effects)
 
 
-def decide(looks: Sequence[tuple[int, int, Sequence[Fit]]], margin: float, *, strict: bool = False) -> list[Look]:
-    """The looks with their verdicts, which stay once given.
+def decide(looks: Iterable[tuple[int, int, Sequence[Fit]]], margin: float, *, strict: bool = False) -> list[Look]:
+    """The looks with their verdicts, which stay once given; none is taken after one that is settled.
 
     Args:
         looks: for each, its place in `LOOKS`, the number of trainings of each family, and the fits of the families,
@@ -251,6 +251,8 @@ def decide(looks: Sequence[tuple[int, int, Sequence[Fit]]], margin: float, *, st
             word = _word(i in costs, i in free, i in gains)
             effects.append(replace(each, low=low, high=high, least=least, word=word))
         made.append(Look(place, runs, first, effects))
+        if made[-1].settled:
+            break
     return made
 
 
