@@ -31,20 +31,15 @@ from pycls_fast.values import ImageSize
 
 
 class SavedPlan(BaseModel):
-    """The plan that a folder belongs to, with the digests of the code that measured, and what is known of the variants
-    as factors of the trainings."""
+    """The plan that a folder belongs to, with the digests of the code that measured, the seconds that all starts have
+    worked, and what is known of the variants as factors of the trainings."""
 
     model_config = ConfigDict(extra="allow")
 
     code: list[str]
+    worked: NonNegativeFloat = 0.0
     crossing: Factors | None
     experiment: dict[str, Any] = {}
-
-
-class SavedSeconds(Saved):
-    """The seconds that all starts have worked."""
-
-    seconds: NonNegativeFloat
 
 
 class SavedFailure(Saved):
@@ -137,7 +132,7 @@ class LedgerFolder:
         accept_code: bool = False,
     ) -> None:
         self.path = path
-        self._plan_file, self._seconds_file = path / "plan.json", path / "took.json"
+        self._plan_file = path / "plan.json"
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
         # Its variants as factors of the trainings, once it trains.
@@ -159,11 +154,9 @@ class LedgerFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(RunFolder(self.path)).lock(0, key="output")
                 self.check(plan)
-                self._write_plan()
-                if self._seconds_file.is_file():
-                    self._before = read_measurement(self._seconds_file, SavedSeconds).seconds
                 self._started = time.monotonic()
-            stack.callback(self.save_seconds)
+                self.save()
+            stack.callback(self.save)
             yield
 
     def check(self, plan: Mapping[str, Any]) -> None:
@@ -188,32 +181,29 @@ class LedgerFolder:
             other.insert(0, "code (accept_code=true, if the change does not affect the measurements)")
         if other:
             raise UserError(f"output: {self.path} holds a ledger with different {first_few(other)}; {way_out}")
-        self.codes, self.factors = kept.code, kept.crossing
+        self.codes, self.factors, self._before = kept.code, kept.crossing, kept.worked
 
     @property
     def seconds(self) -> float:
         """Seconds worked in all starts up to now."""
         return self._before + time.monotonic() - self._started
 
-    def save_seconds(self) -> None:
-        """Save the seconds; a kill -9 loses the time since."""
-        write_json(self._seconds_file, {"seconds": self.seconds})
-
-    def _write_plan(self) -> None:
+    def save(self) -> None:
+        """Save the plan with what is known by now; a kill -9 loses the seconds since."""
         factors = None if self.factors is None else asdict(self.factors)
-        write_json(self._plan_file, {**self._plan, "code": self.codes, "crossing": factors})
+        write_json(self._plan_file, {**self._plan, "code": self.codes, "worked": self.seconds, "crossing": factors})
 
     def keep_factors(self, factors: Factors) -> None:
         """Save the variants as factors of the trainings, so that a later start has the same design."""
         self.factors = factors
-        self._write_plan()
+        self.save()
 
     def note_code(self) -> None:
         """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
         now = self._code()
         if now not in self.codes:
             self.codes.append(now)
-            self._write_plan()
+            self.save()
             self._say("the code differs from that of earlier measurements in this folder; the report says so")
 
     def timing_file(self, variant: Variant, number: int) -> Path:

@@ -296,7 +296,7 @@ class Ledger:
 
     def _report(self, what: str, ended: ProcessResult) -> None:
         """Say how a process ended."""
-        self.folder.save_seconds()
+        self.folder.save()
         if ended.status == 0:
             missing, total = self.missing(), self.total()
             done = total - sum(missing.values())

@@ -95,12 +95,12 @@ def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.Monke
     first, second = LedgerFolder(tmp_path), LedgerFolder(tmp_path)
     with first.opened({}):
         now = 130.0
-        first.save_seconds()
+        first.save()
         # Killed here: what came after that is lost.
-        saved = (tmp_path / "took.json").read_text()
+        saved = (tmp_path / "plan.json").read_text()
         now = 5000.0
-    (tmp_path / "took.json").write_text(saved)
+    (tmp_path / "plan.json").write_text(saved)
     with second.opened({}):
         now = 5012.0
         assert second.seconds == 42.0
-    assert json.loads((tmp_path / "took.json").read_text())["seconds"] == 42.0
+    assert json.loads((tmp_path / "plan.json").read_text())["worked"] == 42.0

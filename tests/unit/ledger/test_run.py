@@ -40,7 +40,6 @@ def test_a_field_that_is_lost_is_one_line(tmp_path: Path, fake: type[FakeProcess
 
     fields = {
         "plan.json": "crossing",
-        "took.json": "seconds",
         "timings": "train",
         "numerics": "errors",
         "gradients": "total",
