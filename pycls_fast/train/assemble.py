@@ -209,11 +209,10 @@ def make_step(
     )
 
 
-@dataclass
-class ShortTraining:
+@dataclass(kw_only=True)
+class ShortTraining(Parts):
     """The parts of a training, the file for its result, and the microbatches on the device."""
 
-    parts: Parts
     world: World
     display: Display
     metrics: TrainMetrics
@@ -221,9 +220,9 @@ class ShortTraining:
     batches: Iterator[Batch]
     done: int = field(default=0, init=False)
 
-    def step(self) -> None:
+    def train_step(self) -> None:
         self.world.at(f"computing step {self.done + 1}")
-        self.parts.step(self.done, islice(self.batches, self.parts.config.optim.microbatches), self.metrics)
+        self.step(self.done, islice(self.batches, self.config.optim.microbatches), self.metrics)
         self.done += 1
 
 
@@ -245,5 +244,7 @@ def short_training(
         batches = damaged.noting(to_device(loader, world.device, mode="blocking"))
         with closing(batches):
             metrics = TrainMetrics(world.device, read=parts.switches.metrics)
-            yield ShortTraining(parts, world, display, metrics, file, batches)
+            yield ShortTraining(
+                **vars(parts), world=world, display=display, metrics=metrics, file=file, batches=batches
+            )
         damaged.report()

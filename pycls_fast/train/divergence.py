@@ -27,7 +27,7 @@ class DivergenceCheck:
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
         """Refuse an interval whose numbers, the same on all ranks, are not finite; with loss scaling, only if they are
         not at any scale that is allowed. In `skipped` of its `steps` gradients were not finite."""
-        precision, scaler = self._run.config.precision, self._run.parts.step.scaler
+        precision, scaler = self._run.config.precision, self._run.step.scaler
         self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         scale, dynamic = scaler.get_scale(), precision.loss_scale == "dynamic"
@@ -73,7 +73,7 @@ class DivergenceCheck:
     def _error(self, line: str) -> UserError:
         """The error, with the checkpoint before the newest one, which may be bad as well, and the module where it
         began."""
-        lines, newest, watchdog = [], self._run.saved_step, self._run.parts.step.watchdog
+        lines, newest, watchdog = [], self._run.saved_step, self._run.step.watchdog
         if newest is not None:
             line += "; earlier checkpoints are kept"
             saved = checkpoints(self._run.folder.checkpoints)

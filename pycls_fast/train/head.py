@@ -42,7 +42,7 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
     `after_batch` is called after each batch on every rank, `check` by the main rank alone while it fits; both may
     raise.
     """
-    step, network, train = run.parts.step, run.parts.network, run.parts.sources["train"]
+    step, network, train = run.step, run.network, run.sources["train"]
     if len(train) > _MOST_IMAGES:
         rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
         train = Subset(train, np.sort(rows))
@@ -58,7 +58,7 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
         true_NK = step.sets_LK.cpu()[labels_N]
         fitted = on_main(run.world, lambda: _fit_classes(run, features_ND, true_NK, go_on))
     else:
-        held_ND, held_N = collect_features(scorer, network, run.parts.sources["val"], "val")
+        held_ND, held_N = collect_features(scorer, network, run.sources["val"], "val")
         if len(labels_N.unique()) == 1:
             return
         fitted = on_main(run.world, lambda: _fit_head(run, features_ND, labels_N, held_ND, held_N, go_on))
@@ -74,7 +74,7 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
 
 def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor]:
     """The head's weight and bias where images have several labels; on the main rank, which reports it."""
-    layer = run.parts.network.last_layer()
+    layer = run.network.last_layer()
     fitted = fit_each(features_ND, true_NK, bias=layer.bias is not None, check=check)
     _report(run, "class by class", images=len(features_ND))
     return fitted
@@ -84,7 +84,7 @@ def _fit_head(
     run: Run, features_ND: Tensor, labels_N: Tensor, held_ND: Tensor, held_N: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
     """The head's weight and bias; on the main rank, which reports how good it is, and nearest neighbours."""
-    layer, k = run.parts.network.last_layer(), min(_NEIGHBOURS, len(labels_N))
+    layer, k = run.network.last_layer(), min(_NEIGHBOURS, len(labels_N))
     head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
     votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
     knn_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()

@@ -91,8 +91,8 @@ class Loop:
         self.observers = observers
         self.agreement = Agreement(run.world)
         self.evaluations = Evaluations(run, observers, self._stop_if_asked)
-        self.metrics = TrainMetrics(run.world.device, read=run.parts.switches.metrics)
-        self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.parts.switches))
+        self.metrics = TrainMetrics(run.world.device, read=run.switches.metrics)
+        self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.switches))
         self.clock = Clock()
         self.profile = StepProfile(
             run.folder.path / "profile",
@@ -154,7 +154,7 @@ class Loop:
     def _begin(self) -> None:
         """Do what comes before the first step: the fit of a new head, and an evaluation that is missing."""
         run = self.run
-        if run.config.begins_with_probe and run.parts.new_head and run.saved_step is None:
+        if run.config.begins_with_probe and run.new_head and run.saved_step is None:
             fit_head(run, self._stop_if_asked, self.stop.check)
         start = run.start_step
         if self.evaluations.due(start) and not self.evaluations.has(start):
@@ -169,10 +169,10 @@ class Loop:
         if self.evaluations.stop_early(start):
             # An earlier process had stopped early, and nothing has changed since.
             run.total_steps = start
-        run.display.begin_training(start, run.total_steps, compiles=run.parts.switches.compile != "off")
+        run.display.begin_training(start, run.total_steps, compiles=run.switches.compile != "off")
 
     def _microbatches(self) -> Generator[Batch, None, None]:
-        run, train, switches = self.run, self.run.parts.sources["train"], self.run.parts.switches
+        run, train, switches = self.run, self.run.sources["train"], self.run.switches
         steps = {"start_step": run.start_step, "steps": run.total_steps}
         loader = build.train_loader(run.config, train, run.world, switches, **steps)
         yield from to_device(loader, run.world.device, mode=switches.input_copy)
@@ -187,8 +187,8 @@ class Loop:
         return chain([first], microbatches)
 
     def _train_step(self, step: int, microbatches: Iterator[Batch]) -> None:
-        with self.profile.around(step + 1), self.memory.counting(self.run.parts.step.persistent_tensors):
-            self.run.parts.step(step, self._microbatches_of(step, microbatches), self.metrics)
+        with self.profile.around(step + 1), self.memory.counting(self.run.step.persistent_tensors):
+            self.run.step(step, self._microbatches_of(step, microbatches), self.metrics)
         self.clock.add_step(self.run.config.data.global_batch_size)
         self.run.display.advance(step + 1)
         self.run.world.at(f"after step {step + 1}: agreeing whether to stop, logging")
@@ -224,7 +224,7 @@ class Loop:
             self._report_damaged(done)
 
     def _record(self, done: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        step = self.run.parts.step
+        step = self.run.step
         values = {"loss": numbers["loss"], "lr": step.schedule(done - 1), "grad_norm": numbers["grad_norm"]}
         values |= {name: numbers[name] for name in ("images_per_second", "step_seconds", "data_wait_fraction")}
         values["memory_peak_bytes"] = self.memory.bytes()

@@ -300,7 +300,7 @@ def draw_batch(run: Run, batch: Batch) -> None:
     # matplotlib, whose fonts it uses, is slow to import.
     from pycls_fast.train.contact_sheet import Cell, write_sheets
 
-    step, data = run.parts.step, run.config.data
+    step, data = run.step, run.config.data
     images_BCHW, targets = step.inputs(0, 0, batch)
     mean_C11, std_C11 = (torch.tensor(values).reshape(-1, 1, 1) for values in (data.mean, data.std))
     shown_BCHW = images_BCHW[:_MOST_PICTURES].float().cpu() * std_C11 + mean_C11

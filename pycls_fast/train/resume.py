@@ -192,7 +192,7 @@ def _data_differs(run: Run, path: Path, state: State, *, reported: Collection[st
     Another split or sampling, if it is reported with the settings, explains other images or another order. How the
     order was chosen (`data.shuffle`) does not matter.
     """
-    train, ordered, start_again = run.parts.sources["train"], state["order"], "or start again in another run_dir"
+    train, ordered, start_again = run.sources["train"], state["order"], "or start again in another run_dir"
     same = state["train_images"] == len(train) and tuple(state["classes"]) == run.classes
     # The same images may have names in one layout and numbers in another.
     before, now = state["train_names"], run.train_names

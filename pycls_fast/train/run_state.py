@@ -47,10 +47,9 @@ class Parts:
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(Parts):
     """Everything that training reads and changes."""
 
-    parts: Parts
     world: World
     folder: RunFolder
     display: Display
@@ -65,13 +64,9 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def config(self) -> RunConfig:
-        return self.parts.config
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Class names in the order of the model's outputs."""
-        return self.parts.sources["train"].classes
+        return self.sources["train"].classes
 
     @property
     def finished(self) -> bool:
@@ -81,13 +76,13 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}
-        values["speed"] = self.parts.switches.model_dump()
+        values["speed"] = self.switches.model_dump()
         return values
 
     @cached_property
     def train_names(self) -> str:
         """See `Images.names_id`."""
-        return self.parts.sources["train"].names_id()
+        return self.sources["train"].names_id()
 
     @cached_property
     def damaged(self) -> DamagedImages:
@@ -101,16 +96,16 @@ class Run:
     def scorer(self, after_batch: Callable[[], None]) -> Scorer:
         return Scorer(
             config=self.config,
-            wrapped=self.parts.step.wrapped,
+            wrapped=self.step.wrapped,
             world=self.world,
-            switches=self.parts.switches,
+            switches=self.switches,
             display=self.display,
             damaged=self.damaged,
             after_batch=after_batch,
         )
 
     def epoch(self, step: int) -> float:
-        return step / self.parts.steps_per_epoch
+        return step / self.steps_per_epoch
 
     def add_record(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """`RunFolder.add_record` with the step's epoch; on the main rank."""
@@ -118,15 +113,15 @@ class Run:
 
     def saved_weights(self) -> list[Tensor]:
         """This rank's part of the weights and buffers that are saved."""
-        return [*self.parts.network.parameters(), *self.parts.step.weights.live().values()]
+        return [*self.network.parameters(), *self.step.weights.live().values()]
 
     def sync_buffers(self) -> None:
         """Average BatchNorm statistics over the ranks, those of the weight average included."""
-        buffers = floating_buffers(self.parts.network)
-        if (ema := self.parts.step.ema) is not None:
+        buffers = floating_buffers(self.network)
+        if (ema := self.step.ema) is not None:
             found = {id(buffer) for buffer in buffers}
             # FairScale's wrappers add prefixes to the names; the average has plain names.
-            names = {plain_name(name) for name, buffer in self.parts.network.named_buffers() if id(buffer) in found}
+            names = {plain_name(name) for name, buffer in self.network.named_buffers() if id(buffer) in found}
             buffers += [value for name, value in ema.values.items() if name in names]
         self.world.average_buffers(buffers)
 
@@ -136,7 +131,7 @@ class Run:
 
         All ranks call this.
         """
-        step, weights = self.parts.step, self.parts.step.weights
+        step, weights = self.step, self.step.weights
         return {
             "model": dict(weights.state_dict()),
             "ema": None if step.ema is None else weights.split(step.ema.values),
@@ -152,9 +147,9 @@ class Run:
             "epoch": self.epoch(step),
             **self.state(),
             "classes": list(self.classes),
-            "train_images": len(self.parts.sources["train"]),
+            "train_images": len(self.sources["train"]),
             "train_names": self.train_names,
-            "order": order_of(self.parts.sources["train"], self.config.data)[0],
+            "order": order_of(self.sources["train"], self.config.data)[0],
             "config": self.config.model_dump(mode="json"),
             "seconds": self.seconds(),
             "world_size": self.world.size,
@@ -179,7 +174,7 @@ class Run:
 
     def load_state(self, saved: checkpoint.Checkpoint) -> None:
         """Restore model, average, optimizer and loss scale in place; any number of ranks may have saved them."""
-        step = self.parts.step
+        step = self.step
         own = {**self.state(), "optimizer": {}}
         into, _ = split(own)
         # FairScale's OSS has the one that updates its share inside.

@@ -44,7 +44,7 @@ def start_run(config: RunConfig, world: World, display: Display, call: Call | No
         runtime = parts.config.runtime
         saver = Saver(folder.checkpoints, world, keep=runtime.keep_checkpoints, asynchronous=runtime.checkpoint_async)
         total_steps = build.total_steps(parts.config, parts.steps_per_epoch)
-        run = Run(parts=parts, world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
+        run = Run(**vars(parts), world=world, folder=folder, display=display, saver=saver, total_steps=total_steps)
         resume(run, resumed_from)
         # Settings with which nothing is trained are not the run's.
         if world.is_main and not run.finished:
@@ -75,13 +75,13 @@ _UNBALANCED = 3
 
 def print_table(run: Run) -> None:
     """Print the table of what is trained, on what, how and for how long, and notes on what could be better."""
-    config, world, parts = run.config, run.world, run.parts
-    train, val = parts.sources["train"], parts.sources["val"]
-    flops = human(parts.complexity.forward_flops, "FLOP")
+    config, world = run.config, run.world
+    train, val = run.sources["train"], run.sources["val"]
+    flops = human(run.complexity.forward_flops, "FLOP")
     ranks = f"{world.size} ranks, " if world.size > 1 else ""
     threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
     rows = {
-        "model": f"{config.model.called}, {human(parts.complexity.parameters)} parameters, {flops} per image",
+        "model": f"{config.model.called}, {human(run.complexity.parameters)} parameters, {flops} per image",
         "weights": config.weights or "random",
         "training images": f"{len(train):,} in {_classes(train)}",
         "validation images": f"{len(val):,}",
@@ -111,14 +111,14 @@ def _classes(train: Images) -> str:
 
 def _training(run: Run) -> str:
     """What will happen to which layers."""
-    config, trained = run.config, [parameter.numel() for parameter in run.parts.step.parameters]
+    config, trained = run.config, [parameter.numel() for parameter in run.step.parameters]
     what = "all layers"
     if "all" not in config.optim.trainable:
         rank = config.optim.lora_rank
         names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
         what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
     # Else the checkpoint has a head.
-    begins = config.begins_with_probe and run.parts.new_head and run.saved_step is None
+    begins = config.begins_with_probe and run.new_head and run.saved_step is None
     return f"first a new head, fitted to the images' features, then {what}" if begins else what
 
 
@@ -130,7 +130,7 @@ def _steps(run: Run) -> str:
         batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
     # A finished run may have more than are asked for now.
     asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
-    return f"{run.total_steps:,} of {batch} images ({asked} epochs of {run.parts.steps_per_epoch:,})"
+    return f"{run.total_steps:,} of {batch} images ({asked} epochs of {run.steps_per_epoch:,})"
 
 
 def _time(run: Run) -> str | None:
@@ -141,9 +141,9 @@ def _time(run: Run) -> str | None:
     steps = range(run.start_step, run.total_steps)
     images = len(steps) * run.config.data.global_batch_size
     # A forward pass is a third of a step.
-    every = build.steps_between_evaluations(run.config, run.parts.steps_per_epoch)
-    averaged = 1 if run.parts.step.ema is None else 2
-    images += len(steps) // every * averaged * len(run.parts.sources["val"]) // 3
+    every = build.steps_between_evaluations(run.config, run.steps_per_epoch)
+    averaged = 1 if run.step.ema is None else 2
+    images += len(steps) // every * averaged * len(run.sources["val"]) // 3
     seconds = images * raced.seconds_per_image
     if seconds < 60:
         return "a few minutes at most"
@@ -151,7 +151,7 @@ def _time(run: Run) -> str | None:
 
 
 def _pipeline(run: Run) -> str | None:
-    pipeline = run.parts.step.wrapped.pipeline
+    pipeline = run.step.wrapped.pipeline
     if pipeline is None:
         return None
     idle = pipeline.bubble(run.config.optim.microbatches)
@@ -185,7 +185,7 @@ def _notes(run: Run) -> Iterator[str]:
                 "precision=auto chooses the faster one"
             )
     yield from _needless_degrees(run)
-    train = run.parts.sources["train"]
+    train = run.sources["train"]
     counts = train.class_counts()
     by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
     if not by_class and train.label_sets is None and counts.max() > _UNBALANCED * max(counts.min(), 1):
@@ -193,7 +193,7 @@ def _notes(run: Run) -> Iterator[str]:
             f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all equally "
             "often, and with schedule.best_metric=class_top1 all count equally"
         )
-    if run.parts.switches.compile != "off":
+    if run.switches.compile != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s; speed.compile=off avoids it"
     elif on_gpu and config.speed.preset == "fast" and not build.has_compiler("cuda"):
         yield "speed.compile: off, because no C compiler or no Python.h was found; install gcc and python3-dev"

@@ -22,7 +22,7 @@ from pycls_fast.train.run_state import Run
 
 def primary_records(run: Run) -> list[dict[str, Any]]:
     """The evaluations that count: those of the average if there is one, else of the model; on the main rank."""
-    weights = "ema" if run.parts.step.ema is not None else "model"
+    weights = "ema" if run.step.ema is not None else "model"
     return [record for record in run.folder.records("eval") if (record["weights"], record["split"]) == (weights, "val")]
 
 
@@ -81,7 +81,7 @@ class Evaluations:
         self._next_drawing = -math.inf
 
     def due(self, done: int) -> bool:
-        every = build.steps_between_evaluations(self.run.config, self.run.parts.steps_per_epoch)
+        every = build.steps_between_evaluations(self.run.config, self.run.steps_per_epoch)
         if done == 0:
             return self.run.config.begins_with_probe
         return done % every == 0 or done == self.run.total_steps
@@ -111,13 +111,13 @@ class Evaluations:
         run.world.at(f"evaluating after step {done}")
         self.finite = True
         self._evaluate_weights(done, "model")
-        if run.parts.step.ema is not None:
-            with run.parts.step.ema.swapped_in():
+        if run.step.ema is not None:
+            with run.step.ema.swapped_in():
                 self._evaluate_weights(done, "ema")
 
     def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
-        result = evaluate(run.scorer(self.after_batch), EvalSet(run.parts.sources["val"]), "evaluating val")
+        result = evaluate(run.scorer(self.after_batch), EvalSet(run.sources["val"]), "evaluating val")
         if not result.count:
             run.damaged.need_images("val", 0, done)
         self.finite = self.finite and math.isfinite(result.loss or 0.0)
@@ -129,7 +129,7 @@ class Evaluations:
         # The average is evaluated last, so the file ends up with its predictions if there is one.
         with writing(run.folder.predictions):
             result.predictions.save(run.folder.predictions)
-        source = run.parts.sources["val"]
+        source = run.sources["val"]
         several = source.label_sets is not None
         by_class = set_scores(result, source) if several else class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)

@@ -107,21 +107,19 @@ def test_step_never_waits_for_the_device(
         start_world("cuda", Parallel(name="single")) as world,
         start_run(config, world, Display(speaks=False, mode="plain")) as run,
     ):
-        loader = build.train_loader(
-            config, run.parts.sources["train"], world, run.parts.switches, start_step=0, steps=9
-        )
-        batches = to_device(loader, world.device, mode=run.parts.switches.input_copy)
+        loader = build.train_loader(config, run.sources["train"], world, run.switches, start_step=0, steps=9)
+        batches = to_device(loader, world.device, mode=run.switches.input_copy)
         metrics = TrainMetrics(world.device)
         if "cross_entropy=fused" in chosen:
             # Unmixed batches have a loss of their own to compile; of small images CutMix may take an empty box.
-            replace(run.parts.step, mixer=None)(0, list(islice(batches, parts)), metrics)
+            replace(run.step, mixer=None)(0, list(islice(batches, parts)), metrics)
         # The first steps create optimizer state, choose kernels and compile; the fourth may be recorded.
         free = WARM_UP + 1 if "cuda_graphs" in chosen else 2
         for step in range(8):
             microbatches = list(islice(batches, parts))
             torch.cuda.set_sync_debug_mode("error" if step >= free else "default")
             try:
-                run.parts.step(step, microbatches, metrics)
+                run.step(step, microbatches, metrics)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert metrics.read(world)["loss"] > 0

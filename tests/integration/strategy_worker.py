@@ -79,17 +79,17 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     metrics = TrainMetrics(world.device)
     losses, norms = [], []
     loader = build.train_loader(
-        config, run.parts.sources["train"], world, run.parts.switches, start_step=run.start_step, steps=run.total_steps
+        config, run.sources["train"], world, run.switches, start_step=run.start_step, steps=run.total_steps
     )
     on_cuda = world.device.type == "cuda"
-    asks = run.parts.step.wrapped.optimizer is not None and run.parts.step.scaler.is_enabled()
+    asks = run.step.wrapped.optimizer is not None and run.step.scaler.is_enabled()
     with closing(to_device(loader, world.device, mode="prefetch" if on_cuda else "blocking")) as batches:
         for step in range(run.start_step, run.total_steps):
             microbatches = list(islice(batches, config.optim.microbatches))
             if on_cuda and not asks and step >= run.start_step + 2:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                run.parts.step(step, microbatches, metrics)
+                run.step(step, microbatches, metrics)
             finally:
                 if on_cuda:
                     torch.cuda.set_sync_debug_mode("default")

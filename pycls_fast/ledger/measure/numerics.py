@@ -49,9 +49,9 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
     """
     with short_training(config, steps=steps + 1, output=output) as training:
-        config, network, step = training.parts.config, training.parts.network, training.parts.step
+        config, network, step = training.config, training.network, training.step
         device = training.world.device
-        classes = build.num_classes(config, training.parts.sources["train"])
+        classes = build.num_classes(config, training.sources["train"])
         exact = build.model(config, classes, Speed()).double().to(device)
         # Frozen parts have no gradients to compare.
         build.freeze(config, exact)
@@ -61,7 +61,7 @@ def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
         with random_head(step, network):
             records = [{"step": 0, **errors(step, network, exact, probe)}]
         for _ in range(steps):
-            training.step()
+            training.train_step()
         records.append({"step": steps, **errors(step, network, exact, probe)})
         weights = _digest(step.weights.live())
     about = {"kind": "numerics", "config_name": config.config_name, **provenance(device, 1)}
@@ -277,16 +277,15 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         started = Path("gradients") / f"{config.config_name}-{timestamp()}.json"
         output = str(started if config.run_dir is None else Path(config.run_dir) / "gradients.json")
     with short_training(config, steps=warmup_steps + steps, output=output) as training:
-        parts, world = training.parts, training.world
-        if parts.switches.cuda_graphs == "on":
+        if training.switches.cuda_graphs == "on":
             raise UserError("speed.cuda_graphs: on replays steps without Python, which counts; use off")
-        watch = Watch(parts.network, loss_scale)
+        watch = Watch(training.network, loss_scale)
         for _ in range(warmup_steps):
-            training.step()
-        with watch.around(parts.step.optimizer):
+            training.train_step()
+        with watch.around(training.step.optimizer):
             for _ in range(steps):
-                training.step()
-        loss = training.metrics.read(world)["loss"]
+                training.train_step()
+        loss = training.metrics.read(training.world)["loss"]
     total, layers = watch.records()
     record = {
         "kind": "gradients",
@@ -294,13 +293,13 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
         "steps": steps,
         "warmup_steps": warmup_steps,
         "loss_scale": loss_scale,
-        "clip_norm": parts.config.optim.clip_norm,
-        "parameters": parts.complexity.parameters,
+        "clip_norm": training.config.optim.clip_norm,
+        "parameters": training.complexity.parameters,
         "loss": loss,
-        **provenance(world.device, world.size),
+        **provenance(training.world.device, training.world.size),
         "total": total,
         "layers": layers,
-        "config": parts.config.model_dump(mode="json"),
+        "config": training.config.model_dump(mode="json"),
     }
     write_json(training.file, record)
     shown = {

@@ -74,7 +74,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
     with short_training(_uncompiled(config), steps=steps, output=file, several_ranks=True) as training:
         losses = _sweep(training, rates)
-    config, world, file, rates = training.parts.config, training.world, training.file, rates[: len(losses)]
+    config, world, file, rates = training.config, training.world, training.file, rates[: len(losses)]
     result = interpret(rates, losses)
     record = {
         "config_name": config.config_name,
@@ -96,15 +96,15 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
 
 def _sweep(training: ShortTraining, rates: Sequence[float]) -> list[float]:
     """Train a step at each rate until the loss blows up; returns the losses."""
-    parts, config, losses = training.parts, training.parts.config, list[float]()
+    config, losses = training.config, list[float]()
     # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
     scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
-    parts.step = replace(parts.step, schedule=lambda number: rates[number] * scale, ema=None)
-    classes = len(parts.sources["train"].classes)
+    training.step = replace(training.step, schedule=lambda number: rates[number] * scale, ema=None)
+    classes = len(training.sources["train"].classes)
     with training.display, enough_to_train(config, training.world, classes):
         training.display.begin_training(0, len(rates))
         for number in range(len(rates)):
-            training.step()
+            training.train_step()
             losses.append(training.metrics.read(training.world)["loss"])
             training.display.advance(number + 1)
             smoothed = smooth(losses)

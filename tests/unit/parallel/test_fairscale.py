@@ -108,8 +108,8 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
     network = ours.forward
     ema = build.ema(config, ours.weights, build.switches(config, world.device))
     averaged: list[torch.Tensor] = []
-    parts = SimpleNamespace(network=network, step=SimpleNamespace(ema=ema))
-    told: Any = SimpleNamespace(parts=parts, world=SimpleNamespace(average_buffers=averaged.extend))
+    world = SimpleNamespace(average_buffers=averaged.extend)
+    told: Any = SimpleNamespace(network=network, step=SimpleNamespace(ema=ema), world=world)
     Run.sync_buffers(told)
     statistics = len(floating_buffers(plain))
     assert statistics > 0

@@ -117,7 +117,7 @@ def test_one_of_another_version_is_one_line(tmp_path: Path) -> None:
 
 def test_a_state_without_what_its_owners_read_is_one_line(tmp_path: Path) -> None:
     step = SimpleNamespace(optimizer=None, weights=SimpleNamespace(load_state_dict=dict))
-    run: Any = SimpleNamespace(parts=SimpleNamespace(step=step), world=ALONE, state=lambda: {"model": {}})
+    run: Any = SimpleNamespace(step=step, world=ALONE, state=lambda: {"model": {}})
     opened: Any = SimpleNamespace(
         path=tmp_path, empty_optimizer_state=lambda *_, **__: {}, check_fits=lambda *_: None, read=lambda _: None,
         state=lambda _: {},

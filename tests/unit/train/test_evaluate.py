@@ -342,7 +342,7 @@ def test_any_number_of_classes_of_any_name_is_drawn(
 def test_epochs_between_evaluations(tmp_path: Path, every: int, steps: list[int]) -> None:
     """And at the end."""
     config = config_of("data.root=x", f"runtime.eval_every_epochs={every}")
-    run: Any = SimpleNamespace(config=config, parts=SimpleNamespace(steps_per_epoch=22), total_steps=70)
+    run: Any = SimpleNamespace(config=config, steps_per_epoch=22, total_steps=70)
     evaluations = Evaluations(run, Observers(run), lambda: None)
     assert [step for step in range(71) if evaluations.due(step)] == steps
 
@@ -422,9 +422,8 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
     world = SimpleNamespace(size=1, is_main=True, device=torch.device("cpu"))
     run: Any = SimpleNamespace(
         folder=folder,
-        parts=SimpleNamespace(
-            step=SimpleNamespace(ema=None), complexity=SimpleNamespace(parameters=1, forward_flops=1)
-        ),
+        step=SimpleNamespace(ema=None),
+        complexity=SimpleNamespace(parameters=1, forward_flops=1),
         config=config_of("data.root=x", f"schedule.best_metric={metric}"),
         world=world,
         total_steps=5,

@@ -40,7 +40,7 @@ def made(tmp_path: Path, *overrides: str, saved_step: int | None = None, network
 
     step, folder = SimpleNamespace(scaler=scaler, watchdog=None), SimpleNamespace(checkpoints=tmp_path)
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(precision=precision), parts=SimpleNamespace(step=step), saved_weights=saved_weights,
+        config=SimpleNamespace(precision=precision), step=step, saved_weights=saved_weights,
         world=ALONE, folder=folder, saved_step=saved_step,
     )  # fmt: skip
     return DivergenceCheck(run)

@@ -42,10 +42,10 @@ def noted(*overrides: str, size: int = 1) -> list[str]:
     """The notes of a run of 100 steps on so many ranks."""
     config = config_of(*overrides)
     world = SimpleNamespace(size=size, data_size=1, device=torch.device("cpu"), is_main=True)
-    parts = SimpleNamespace(
-        switches=build.switches(config, world.device), sources={"train": SyntheticImages(4, 8, 2, 0)}
-    )
-    run: Any = SimpleNamespace(config=config, total_steps=100, world=world, parts=parts, classes=["a", "b"])
+    run: Any = SimpleNamespace(
+        config=config, total_steps=100, world=world, switches=build.switches(config, world.device),
+        sources={"train": SyntheticImages(4, 8, 2, 0)}, classes=["a", "b"],
+    )  # fmt: skip
     return list(_notes(run))
 
 
@@ -246,7 +246,7 @@ def go_on(
     said: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        parts=SimpleNamespace(sources={"train": SyntheticImages(images, 8, 2, 0) if source is None else source}),
+        sources={"train": SyntheticImages(images, 8, 2, 0) if source is None else source},
         world=SimpleNamespace(size=ranks),
         classes=("cat", "dog"),
         train_names="names-1",
