@@ -233,11 +233,16 @@ class RunFolder:
         return os.fdopen(number, "a", encoding="utf-8", errors="backslashreplace")
 
     @property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json`, the last file of a run that is written; empty without one that can be read."""
+        with suppress(OSError, ValueError, TypeError):
+            return dict(read_json(self.path / "summary.json"))
+        return {}
+
+    @property
     def finished(self) -> bool:
-        """Whether `summary.json` is of a run that no signal stopped; a `UserError` if it is damaged."""
-        file = self.path / "summary.json"
-        with refusing(f"{file}: cannot be read", OSError, ValueError, AttributeError, use="repair or remove it"):
-            return file.is_file() and not read_json(file).get("stopped")
+        """Whether `summary.json` is of a run that no signal stopped."""
+        return bool(summary := self.summary) and not summary.get("stopped")
 
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""

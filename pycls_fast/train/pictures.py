@@ -19,7 +19,7 @@ from torch import Tensor
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.to_rgb import AS_STORED, Conversion, DamagedImage, decode
-from pycls_fast.errors import first_line
+from pycls_fast.errors import refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import confusion, mistakes, of_sets, set_mistakes, sigmoid
@@ -276,22 +276,20 @@ def write_page(run: Run, summary: Mapping[str, Any]) -> None:
         "time": duration(summary["wall_seconds"]),
         "device": summary["device"],
     }
-    environment, classes = folder.path / "environment.json", folder.path / "classes.json"
-    try:
-        # Of a finished run they may have been damaged since.
-        if environment.is_file():
-            facts["command"] = read_json(environment)["command"]
+    # The summary is written last.
+    written = {path.name for path in folder.path.iterdir()} | {"summary.json"}
+    what, kinds = f"{folder.path}: environment.json or classes.json is damaged", (OSError, ArithmeticError, ValueError)
+    with refusing(what, *kinds, LookupError, TypeError, TemplateError, use="remove it"):
+        if "environment.json" in written:
+            facts["command"] = read_json(folder.path / "environment.json")["command"]
         html = render(
             "train/run.html.j2",
             title=f"{config.config_name}: {folder.path.name}",
             facts=facts,
-            classes=read_json(classes)["classes"] if classes.is_file() else [],
-            pictures={name: text for name, text in _PICTURES.items() if (folder.path / name).is_file()},
-            files={name: text for name, text in _FILES.items() if (folder.path / name).exists()},
+            classes=read_json(folder.path / "classes.json")["classes"] if "classes.json" in written else [],
+            pictures={name: text for name, text in _PICTURES.items() if name in written},
+            files={name: text for name, text in _FILES.items() if name in written},
         )
-    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, TemplateError) as error:
-        run.display.warn(f"{environment} or {classes.name} is damaged: index.html is not written ({first_line(error)})")
-        return
     folder.write_text("index.html", html)
 
 

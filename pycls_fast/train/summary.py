@@ -7,7 +7,6 @@ from typing import Any
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import BEST
-from pycls_fast.reading import read_json
 from pycls_fast.train.by_class import confusion
 from pycls_fast.train.display import epochs, scores_text
 from pycls_fast.train.environment import device_name, versions
@@ -36,19 +35,20 @@ def summarise(
         clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
         memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
     values = summary_values(run, clock, memory, stopped)
-    if not (run.finished and _has_summary(run)):
+    if not _is_complete(run):
+        _draw(run)
+        _write_best_weights(run)
+        write_page(run, values)
+        # Last: it says that everything is there.
         run.folder.write_json("summary.json", values)
         if stopped is None:
             observers.summarise(values)
-    _draw(run)
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None and stopped is None:
         run.display.note(
             f"done: {scores_text(final)}  (best, by {metric}: {scores_text(best, brief=True)} at epoch "
             f"{epochs(best['epoch'])})"
         )
-    _write_best_weights(run)
-    write_page(run, values)
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
@@ -66,23 +66,22 @@ def _draw(run: Run) -> None:
 
 
 def _write_best_weights(run: Run) -> None:
-    """Write `best.safetensors`, unless an earlier process of a finished run has, or nothing was worth saving."""
-    checkpoint, file = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
-    if not checkpoint.exists() or (run.finished and file.exists()):
+    """Write `best.safetensors`, unless nothing was worth saving."""
+    checkpoint = run.folder.checkpoints / BEST
+    if not checkpoint.exists():
         return
     try:
         weights = open_weights(checkpoint.resolve())
-        write_weights(file, weights, weights.read())
+        write_weights(run.folder.path / f"{BEST}.safetensors", weights, weights.read())
     except UserError as error:
         run.display.warn(str(error))
 
 
-def _has_summary(run: Run) -> bool:
-    try:
-        summary = read_json(run.folder.path / "summary.json")
-        return summary["steps"] == run.total_steps and summary["final"] is not None and not summary["stopped"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _is_complete(run: Run) -> bool:
+    """Whether an earlier process has trained the last step and written everything."""
+    summary = run.folder.summary
+    done = run.finished and run.folder.finished
+    return done and summary.get("steps") == run.total_steps and summary.get("final") is not None
 
 
 def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
+from pycls_fast.errors import UserError
 from pycls_fast.files import step_of
 from pycls_fast.losses import Criterion
 from pycls_fast.parallel.parallel_model import ParallelModel
@@ -384,35 +385,17 @@ def test_the_standard_error_of_a_mean_over_classes() -> None:
     assert best_evaluation(records, "class_top1", 1.0) == int(error)
 
 
-FINISHED = {
-    "final": None, "best": None, "stopped": None,
-    "parameters": 1, "steps": 2, "epochs": 1.0, "wall_seconds": 1.0, "device": "cpu",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("environment.json", b'{"command": "\xe9"}'),
-        ("environment.json", b"[]"),
-        ("classes.json", b'{"classes": [{"class": "cat", "images": 1, "top1": "high"}]}'),
-        ("classes.json", b'{"classes": 1}'),
-    ],
-)
-def test_a_damaged_file_of_a_finished_run_is_one_line(tmp_path: Path, name: str, text: bytes) -> None:
-    warnings: list[str] = []
-    display = SimpleNamespace(warn=warnings.append)
-    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"), display=display)
-    (tmp_path / name).write_bytes(text)
-    write_page(run, FINISHED)
-    assert not (tmp_path / "index.html").exists()
-    assert "is damaged" in warnings[0]
-    # A run whose folder was copied in part writes none of the files that are missing, and has a page.
-    (tmp_path / name).unlink()
-    write_page(run, FINISHED)
-    page = (tmp_path / "index.html").read_text()
-    assert "2 steps, 1 epochs" in page
-    assert "environment.json" not in page
+@pytest.mark.parametrize("text", ["[]", '{"classes": 1}', '{"classes": [{"class": "cat", "top1": "high"}]}'])
+def test_a_damaged_file_that_a_page_needs_is_one_line(tmp_path: Path, text: str) -> None:
+    summary = dict.fromkeys(("final", "best", "stopped", "device"))
+    summary |= dict.fromkeys(("parameters", "steps", "epochs", "wall_seconds"), 1)
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
+    (tmp_path / "classes.json").write_text(text)
+    with pytest.raises(UserError, match=r"environment\.json or classes\.json is damaged .*; remove it$"):
+        write_page(run, summary)
+    (tmp_path / "classes.json").unlink()
+    write_page(run, summary)
+    assert "1 steps, 1 epochs" in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.parametrize(("metric", "best"), [("top1", 2), ("loss", 4)])
