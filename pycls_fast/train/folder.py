@@ -94,7 +94,11 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write values to a path from `output_file`; numbers that are not finite become null."""
-    write_text(file, json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(file, _json_text(values))
+
+
+def _json_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(nan_to_none(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_text(file: Path, text: str, *, key: str = "output") -> None:
@@ -119,8 +123,6 @@ class RunFolder:
         self.lock_file = path / ".lock"
         self._lock: int | None = None
         self._made = [path, *list(path.parents)[:2]] if is_new else []
-        # Kept open between records: on network file systems closing waits for the server.
-        self._metrics: int | None = None
 
     @property
     def has_run(self) -> bool:
@@ -198,22 +200,19 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self._close_metrics()
-        finally:
-            if self._lock is not None:
-                self.lock_file.unlink(missing_ok=True)
-                os.close(self._lock)
-                self._lock = None
-            if self._made and not self.metrics.exists():
-                for file in (self.path / "config.yaml", self.path / "environment.json"):
-                    # Perhaps the folder could not be made.
-                    with suppress(OSError):
-                        file.unlink()
-                for folder in (self.checkpoints, *self._made):
-                    # Not where there are other files.
-                    with suppress(OSError):
-                        folder.rmdir()
+        if self._lock is not None:
+            self.lock_file.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+        if self._made and not self.metrics.exists():
+            for file in (self.path / "config.yaml", self.path / "environment.json"):
+                # Perhaps the folder could not be made.
+                with suppress(OSError):
+                    file.unlink()
+            for folder in (self.checkpoints, *self._made):
+                # Not where there are other files.
+                with suppress(OSError):
+                    folder.rmdir()
 
     def write_config(self, values: dict[str, Any], command: str | None = None) -> None:
         """Write `config.yaml`: the command (None: that of this process), and every value, defaults included."""
@@ -223,14 +222,13 @@ class RunFolder:
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Write a JSON file atomically; values that are not finite are written as null."""
-        self.write_text(name, json.dumps(nan_to_none(values), indent=2, allow_nan=False) + "\n")
+        self.write_text(name, _json_text(values))
 
     def open_log(self) -> TextIO:
         """`log.txt`, to add to what earlier processes have printed."""
         file = self.path / "log.txt"
         with writing(file):
-            number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        return os.fdopen(number, "a", encoding="utf-8", errors="backslashreplace")
+            return _appending(file)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -247,14 +245,9 @@ class RunFolder:
     def add_record(self, kind: str, step: int, epoch: float, **values: Any) -> dict[str, Any]:
         """Append a line to `metrics.jsonl` and return it; values that are not finite are written as null."""
         record = {"kind": kind, "step": step, "epoch": round(epoch, 6), "time": time.time(), **values}
-        with writing(self.metrics):
-            if self._metrics is None:
-                self._metrics = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with open(self._metrics, "a", encoding="utf-8", closefd=False) as file:
-                file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
-        if kind != "train":
-            # Network file systems send it to the server now. A resumed run needs the evaluations.
-            self._close_metrics()
+        # Closed each time: network file systems then send it to the server, and report a full disk.
+        with writing(self.metrics), _appending(self.metrics) as file:
+            file.write(json.dumps(nan_to_none(record), allow_nan=False) + "\n")
         return record
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
@@ -292,16 +285,8 @@ class RunFolder:
             # One that a kill cut off has no end.
             if damaged := now.count("\n") - len(records):
                 print_lines("warning", [f"{self.metrics}: dropped {damaged} damaged line{'s' * (damaged > 1)}"])
-            self._close_metrics()
             self.write_text("metrics.jsonl", kept)
         return len(records) - len(lines)
-
-    def _close_metrics(self) -> None:
-        file, self._metrics = self._metrics, None
-        if file is not None:
-            # Network file systems report a full disk here.
-            with writing(self.metrics):
-                os.close(file)
 
     def write_text(self, name: str, text: str) -> None:
         with writing(self.path / name):
@@ -313,6 +298,12 @@ def writing(path: Path, key: str = "run_dir") -> AbstractContextManager[None]:
     """Turn the system's errors while writing a file of the run folder (`key`) into a `UserError`."""
     way_out = f"fix this, then the same command resumes where it was, or give another {key}"
     return refusing(f"{key}: {path} cannot be written", use=way_out)
+
+
+def _appending(file: Path) -> TextIO:
+    """A file, not what a link leads to, to be added to."""
+    number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    return os.fdopen(number, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def _same_file(path: Path, descriptor: int) -> bool:
