@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 from pycls_fast.config.ladder import LadderSettings
@@ -103,24 +104,25 @@ def kind(effect: Effect) -> Kind:
     return "bad" if effect.word == "costs" else "good"
 
 
+_SENTENCES: Mapping[str | None, str] = {
+    "identical": "identical: every prediction is the same",
+    "costs": "costs {loss:.2f} points ({least:.2f} to {most:.2f})",
+    "costs a little": "costs a little: {loss:.2f} ({least:.2f} to {most:.2f}), less than the {margin:g} that matter",
+    "gains": "gains {effect.difference:.2f} points ({effect.low:.2f} to {effect.high:.2f})",
+    "free": "free: at most {bound:.2f} points lost (95%)",
+    None: "{effect.difference:+.2f} ({ends}), not at a planned look",
+}
+
+
 def sentence(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
     """One variant's verdict with its numbers, losses as positive numbers of points of top-1."""
-    margin = settings.margin
-    loss, low, high = -effect.difference, -effect.high, -effect.low
-    if effect.word == "identical":
-        return "identical: every prediction is the same"
-    if effect.word == "costs":
-        return f"costs {loss:.2f} points ({low:.2f} to {high:.2f})"
-    if effect.word == "costs a little":
-        return f"costs a little: {loss:.2f} ({low:.2f} to {high:.2f}), less than the {margin:g} that matter"
-    if effect.word == "gains":
-        return f"gains {effect.difference:.2f} points ({effect.low:.2f} to {effect.high:.2f})"
-    if effect.word == "free":
-        return f"free: at most {min(max(-effect.least, 0.0), margin):.2f} points lost (95%)"
     ends = " to ".join(f"{abs(end):.2f} {'lost' if end < 0 else 'gained'}" for end in (effect.low, effect.high))
-    if effect.word is None:
-        return f"{effect.difference:+.2f} ({ends}), not at a planned look"
-    return f"undecided: {ends}; {_way_out(effect, found, settings)}"
+    if effect.word == "undecided":
+        return f"undecided: {ends}; {_way_out(effect, found, settings)}"
+    loss, least, most, margin = -effect.difference, -effect.high, -effect.low, settings.margin
+    bound = min(max(-effect.least, 0.0), margin)
+    values = {"effect": effect, "loss": loss, "least": least, "most": most, "margin": margin, "bound": bound}
+    return _SENTENCES[effect.word].format(**values, ends=ends)
 
 
 def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:

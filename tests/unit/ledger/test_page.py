@@ -8,7 +8,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -168,19 +167,6 @@ def test_a_variant_compared_alone_needs_trainings_of_its_own() -> None:
 
 def drawn(record: Record, name: str) -> Chart:
     return next(chart for chart in charts(record) if chart.name == name)
-
-
-@pytest.mark.slow
-def test_names_are_shown_as_they_are(record: Record) -> None:
-    """Also those that matplotlib would read as mathematics."""
-    names = ("_$x_$ #123456", "\\$a$ <c>")
-    for each, name in zip(record.variants, names, strict=False):
-        each.name = name
-    record.variants[1].before = record.variants[2].before = names[0]
-    record.gradients = None
-    for chart in charts(record):
-        text = "".join(ElementTree.fromstring(chart.svg).itertext())
-        assert chart.name == "decision" or all(name in text for name in names), chart.name
 
 
 def test_the_picture_of_the_decision(record: Record) -> None:
