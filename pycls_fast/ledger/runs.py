@@ -236,14 +236,19 @@ class Row:
         """Those of these runs, without seed and fold."""
         return {key: value for key, value in self.runs[0].settings.items() if key not in (SEED, FOLD)}
 
+    @property
+    def repeated(self) -> dict[str, list[str]]:
+        """The seeds and the folds."""
+        return {key: [run.settings.get(key, NOT_SET) for run in self.runs] for key in (SEED, FOLD)}
+
     def record(self, keys: Sequence[str]) -> dict[str, Any]:
         return {
             "runs": [str(run.path) for run in self.runs],
             # Of several runs always finished.
             "state": self.runs[0].state,
             "settings": {key: self.settings.get(key) for key in keys},
-            "seeds": [run.repetition[0] for run in self.runs],
-            "folds": [run.repetition[1] for run in self.runs],
+            "seeds": self.repeated[SEED],
+            "folds": self.repeated[FOLD],
             "count": len(self.runs),
             **self.numbers,
             **{f"{key}_half": half for key, half in self.half_widths.items()},
@@ -310,33 +315,27 @@ def chosen_keys(table: Sequence[Row], keys: Sequence[str]) -> list[str]:
 def _print(table: Sequence[Row], keys: Sequence[str]) -> None:
     shown = chosen_keys(table, keys)
     numbers = [key for key in _COLUMNS if any(row.numbers[key] is not None for row in table)]
-    # The seeds and the folds of each row's runs.
-    repeated = {key: [[run.repetition[at] for run in row.runs] for row in table] for at, key in enumerate((SEED, FOLD))}
+    repeated = [key for key in (SEED, FOLD) if len({value for row in table for value in row.repeated[key]}) > 1]
     folder = Path(os.path.commonpath([run.path.absolute().parent for row in table for run in row.runs]))
-    # A key on two lines keeps its column narrow.
-    columns = {
-        re.sub(r"\.(?=[^.]*$)", ".\n", key): [shortened(row.settings.get(key, NOT_SET)) for row in table]
-        for key in shown
-    }
-    for key, of_rows in repeated.items():
-        if len({value for values in of_rows for value in values}) > 1:
-            columns[key.replace(".", ".\n")] = [", ".join(dict.fromkeys(values)) for values in of_rows]
-    columns |= {_COLUMNS[key][0]: [_number(row, key) for row in table] for key in numbers}
-    columns["state"] = [row.runs[0].state for row in table]
-    # The first of a row, and how many more share it.
-    paths = [str(row.runs[0].path.absolute().relative_to(folder)) for row in table]
-    more = [f" +{len(row.runs) - 1}" if len(row.runs) > 1 else "" for row in table]
-    columns["run"] = [path + others for path, others in zip(paths, more, strict=True)]
+    lines = []
+    for row in table:
+        texts = {key: shortened(row.settings.get(key, NOT_SET)) for key in shown}
+        texts |= {key: ", ".join(dict.fromkeys(row.repeated[key])) for key in repeated}
+        # A key on two lines keeps its column narrow.
+        cells = {re.sub(r"\.(?=[^.]*$)", ".\n", key): text for key, text in texts.items()}
+        cells |= {_COLUMNS[key][0]: _number(row, key) for key in numbers}
+        # The first of a row, and how many more share it.
+        first, more = row.runs[0], f" +{len(row.runs) - 1}" if len(row.runs) > 1 else ""
+        lines.append({**cells, "state": first.state, "run": f"{first.path.absolute().relative_to(folder)}{more}"})
     console = wide_console()
     console.tell(f"runs in {folder}")
-    lines = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     console.print(plain_table(lines, right=[_COLUMNS[key][0] for key in numbers]))
     hidden = len(keys) - len(shown)
     if hidden:
         console.tell(f"{hidden} more settings differ along with those shown; output=runs.csv has them")
     if any(row.half_widths["best_top1"] is not None for row in table):
         # Folds share training images: their interval is a rough guide.
-        over = [key.rpartition(".")[2] for key, of_rows in repeated.items() if any(len(set(v)) > 1 for v in of_rows)]
+        over = [key.rpartition(".")[2] for key in repeated if any(len(set(row.repeated[key])) > 1 for row in table)]
         console.tell(f"±: half of the 95% interval of the mean over the {'s and the '.join(over)}s")
 
 

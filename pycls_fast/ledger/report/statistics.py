@@ -97,9 +97,9 @@ def paired_ratio(reference: Sequence[float], variant: Sequence[float]) -> Speedu
 def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> dict[str, float]:
     """Two runs compared on the same images, by the true classes and those that each predicted.
 
-    The difference in top-1, second minus first, in points, with its 95% interval and standard error over images
-    (bootstrap of pairs, percentiles); how many only one of them got right, and how many have other predictions, right
-    or wrong; McNemar's exact test of equal accuracy (two-sided).
+    The difference in top-1, second minus first, in points, with its 95% interval over images (bootstrap of pairs,
+    percentiles); how many only one of them got right, and how many have other predictions, right or wrong; McNemar's
+    exact test of equal accuracy (two-sided).
     """
     images = len(labels_N)
     right_first, right_second = first_N == labels_N, second_N == labels_N
@@ -109,13 +109,10 @@ def pair_images(labels_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray)
     draws = np.random.default_rng(0).multinomial(images, shares, size=10_000)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(100.0 * (draws[:, 1] - draws[:, 0]) / images, [tail, 100 - tail])
-    difference = (won - lost) / images
-    variance = max((won + lost) / images - difference**2, 0.0) / images
     return {
-        "difference": 100.0 * difference,
+        "difference": 100.0 * ((won - lost) / images),
         "low": float(low),
         "high": float(high),
-        "standard_error": 100.0 * math.sqrt(variance),
         "only_first": lost,
         "only_second": won,
         "p_value": float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0,

@@ -58,8 +58,6 @@ def test_a_pair_counts_images() -> None:
     assert [pair[key] for key in ("only_first", "only_second", "changed", "images")] == [2, 1, 4, 10]
     assert pair["difference"] == pytest.approx(-10.0)
     assert pair["p_value"] == pytest.approx(1.0)
-    each = (second == labels).astype(float) - (first == labels)
-    assert pair["standard_error"] == pytest.approx(100 * each.std() / math.sqrt(10))
 
 
 def test_mcnemar_is_the_binomial_test_of_discordant_images() -> None:
