@@ -43,10 +43,8 @@ _NOT_COMPARED = {"command", "world_size", "device", "memory_bytes"}
 def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
     """Compare two run folders, write and print the result; returns the exit status.
 
-    Without `output` they go to `comparisons/`. At most `images` of each kind of disagreement are shown.
-
-    Raises:
-        UserError: a folder does not hold a run, or `output` cannot be written to.
+    Without `output` they go to `comparisons/`. At most `images` of each kind of disagreement are shown. A `UserError`
+    if a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run_files(run_a), read_run_files(run_b)
     folder = user_path(output) if output else Path("comparisons", timestamp())
@@ -118,11 +116,7 @@ class RunFiles:
 
 
 def read_run_files(text: str) -> RunFiles:
-    """Read a run folder.
-
-    Raises:
-        UserError: it is not a run folder, or its files are damaged.
-    """
+    """Read a run folder. A `UserError` if it is none, or its files are damaged."""
     run = read_run(user_path(text))
     file = RunFolder(run.path).predictions
     predictions = Predictions.load(file) if file.is_file() else None
@@ -303,12 +297,8 @@ def _names(source: Images) -> list[str]:
 
 def report_folds(folders: Sequence[str], report: str) -> None:
     """Write the page of `pycls-fast test report=FOLDER` for the images of all folds, each with the last prediction of
-    the run that was not trained on it.
-
-    Raises:
-        UserError: these are not runs of different folds of the same images, these have changed or have several labels,
-            or the page cannot be written.
-    """
+    the run that was not trained on it. A `UserError` if these are not runs of different folds of the same images, these
+    have changed or have several labels, or the page cannot be written."""
     index = output_file(f"{report}/index.html", key="report")
     files = [read_run_files(str(path)) for path in find_runs(folders)]
     parts: list[Predictions] = []

@@ -53,11 +53,8 @@ _CHOOSE = ("name", "kind", "preset")
 
 
 def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
-    """Find runs in folders, print them by a key of the numbers, write a .csv or .json file; returns the exit status.
-
-    Raises:
-        UserError: a folder does not exist, there are no runs, or the file cannot be written.
-    """
+    """Find runs in folders, print them by a key of the numbers, write a .csv or .json file; returns the exit status. A
+    `UserError` if a folder does not exist, there are no runs, or the file cannot be written."""
     paths = find_runs(folders)
     file = None if output is None else output_file(output)
     runs, left_out = list[SavedRun](), dict[Path, str]()
@@ -83,11 +80,8 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
 
 
 def find_runs(folders: Sequence[str]) -> list[Path]:
-    """All run folders, nested ones included, each once and sorted by path.
-
-    Raises:
-        UserError: a folder does not exist, or none of them contains a run.
-    """
+    """All run folders, nested ones included, each once and sorted by path. A `UserError` if a folder does not exist, or
+    none of them contains a run."""
     found, seen = list[Path](), set[Path]()
     refuse(f"{folder}: no such folder" for folder in folders if not user_path(folder).is_dir())
     for folder in folders:
@@ -139,11 +133,7 @@ class SavedRun:
 
 
 def read_run(path: Path) -> SavedRun:
-    """Read a run folder.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Read a run folder. A `UserError` if a file is missing or damaged."""
     kinds = (OSError, ValueError, LookupError, TypeError, AttributeError)
     with refusing(f"{path}: a file of the run cannot be read", *kinds):
         config = saved_in_run(path).values
@@ -170,11 +160,8 @@ def texts(values: Values) -> dict[str, str]:
 
 
 def read_values(file: Path) -> dict[str, Any] | None:
-    """The object of a JSON file; None if it does not exist.
-
-    Raises:
-        UserError: it cannot be read, or holds something else.
-    """
+    """The object of a JSON file; None if it does not exist. A `UserError` if it cannot be read, or holds something
+    else."""
     with refusing(f"{file}: cannot be read", ValueError, TypeError):
         return dict(read_json(file)) if file.is_file() else None
 

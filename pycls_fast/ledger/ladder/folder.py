@@ -106,11 +106,7 @@ class SavedTiming(Saved):
 
 
 def read_measurement(file: Path, kind: type[Model]) -> Model:
-    """What a file says.
-
-    Raises:
-        UserError: it is damaged, for example by a power failure.
-    """
+    """What a file says. A `UserError` if it is damaged, for example by a power failure."""
     with refusing(f"output: {file} is damaged", OSError, ValueError, use="remove it, and it is measured again"):
         return check(kind, read_json(file))
 
@@ -144,11 +140,8 @@ class LedgerFolder:
 
     @contextmanager
     def opened(self, plan: Mapping[str, Any]) -> Iterator[None]:
-        """Create the folder, or resume in it; it is locked inside the context.
-
-        Raises:
-            UserError: it holds results of a different plan, another ledger is using it, or it cannot be written to.
-        """
+        """Create the folder, or resume in it; it is locked inside the context. A `UserError` if it holds results of a
+        different plan, another ledger is using it, or it cannot be written to."""
         with ExitStack() as stack:
             with refusing(f"output: {self.path} cannot be written to", use="give another"):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -160,11 +153,8 @@ class LedgerFolder:
             yield
 
     def check(self, plan: Mapping[str, Any]) -> None:
-        """Check that the folder is new or belongs to the plan and the code; writes nothing.
-
-        Raises:
-            UserError: it holds results of a different plan or of different code.
-        """
+        """Check that the folder is new or belongs to the plan and the code; writes nothing. A `UserError` if it holds
+        results of a different plan or of different code."""
         self._plan = json.loads(json.dumps(plan))
         if not self._plan_file.is_file():
             self.codes = [self._code()]

@@ -51,10 +51,8 @@ def tree_path(tree: str) -> Path:
 def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     """The ladder with only the variants that are named or set a named key, and those that they are `against`, in order.
 
-    A key that a variant sets to the same value as the one it is against does not count as its own.
-
-    Raises:
-        UserError: a name that matches no variant.
+    A key that a variant sets to the same value as the one it is against does not count as its own. A `UserError` for a
+    name that matches no variant.
     """
     if not names:
         return ladder
@@ -157,11 +155,8 @@ class Selection:
                 self.leave_out(variant, "cannot run", why)
 
     def leave_out(self, variant: Variant, status: Status, why: str, *, below: bool = False) -> None:
-        """Leave a variant out; with `below`, later ones still include its change, as their timings do already.
-
-        Raises:
-            UserError: it is the reference.
-        """
+        """Leave a variant out; with `below`, later ones still include its change, as their timings do already. A
+        `UserError` if it is the reference."""
         if variant.against is None:
             raise UserError(f"ladder: the reference '{variant.name}' does not run: {why}")
         self.out[variant.name] = status, why

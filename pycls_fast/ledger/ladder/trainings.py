@@ -81,11 +81,8 @@ class CrossedTrainings:
         return list({run.path: run for run in runs}.values())
 
     def run(self) -> None:
-        """Train until every variant has a verdict, or no look is left.
-
-        Raises:
-            UserError: the workload cannot decide at this margin, or trainings fail for no known reason.
-        """
+        """Train until every variant has a verdict, or no look is left. A `UserError` if the workload cannot decide at
+        this margin, or trainings fail for no known reason."""
         check_runs(self.groups())
         self.folder.keep_factors(self.factors)
         self._screen()
@@ -164,11 +161,8 @@ class CrossedTrainings:
             )
 
     def _leave_out(self, group: Sequence[Family]) -> bool:
-        """Leave out a variant that makes trainings fail, and those that need it.
-
-        Raises:
-            UserError: trainings fail, and it is not one variant's doing.
-        """
+        """Leave out a variant that makes trainings fail, and those that need it. A `UserError` if trainings fail, and
+        it is not one variant's doing."""
         for family in group:
             runs = self.trained(family.pairs)
             failed = [run for run in runs if run.failed is not None]

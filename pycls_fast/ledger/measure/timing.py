@@ -44,10 +44,7 @@ def time_variants(
     """Time configurations in turns, print a table, write JSON; returns the exit status.
 
     `variants` are names and configurations, of which the first is the one compared with; `TimeVerb` in
-    `commands/measure.py` describes the rest.
-
-    Raises:
-        UserError: something cannot be built, read, compared or written.
+    `commands/measure.py` describes the rest. A `UserError` if something cannot be built, read, compared or written.
     """
     base = variants[0][1]
     _check_comparable(variants)

@@ -38,11 +38,8 @@ class Change:
 
 
 def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
-    """Print how two ledgers differ; returns 1 if something was lost, else 0.
-
-    Raises:
-        UserError: a file is not the record of a finished ledger, or the two cannot be compared.
-    """
+    """Print how two ledgers differ; returns 1 if something was lost, else 0. A `UserError` if a file is not the record
+    of a finished ledger, or the two cannot be compared."""
     files = [user_path(baseline), user_path(new)]
     before, now = (read_record(file) for file in files)
     refuse(
@@ -56,11 +53,8 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
 
 
 def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: bool = True) -> list[Change]:
-    """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules.
-
-    Raises:
-        UserError: the ledgers have different plans, or `before` has nothing to compare with.
-    """
+    """Compare each variant of `before` with the same one of `now`; docs/ledger.md has the rules. A `UserError` if the
+    ledgers have different plans, or `before` has nothing to compare with."""
     shared = (
         ("experiment", before.config_name, now.config_name),
         ("mode", before.settings.mode, now.settings.mode),

@@ -262,11 +262,8 @@ def _card(variant: VariantRecord, record: Record) -> dict[str, Any]:
 
 
 def write_page(record: Record, folder: Path) -> None:
-    """Write `index.html` and `charts/NAME.svg` into the folder, which is made if it is not there.
-
-    Raises:
-        UserError: it cannot be written to.
-    """
+    """Write `index.html` and `charts/NAME.svg` into the folder, which is made if it is not there. A `UserError` if it
+    cannot be written to."""
     drawn = charts(record)
     with refusing(f"output: {folder} cannot be written", use="choose another folder"):
         (folder / "charts").mkdir(parents=True, exist_ok=True)
@@ -279,11 +276,8 @@ def write_page(record: Record, folder: Path) -> None:
 
 
 def redraw(ledger: str, output: str | None) -> int:
-    """Draw the page of a `ledger.json` into a folder, or beside it; returns the exit status.
-
-    Raises:
-        UserError: the file is not the record of a ledger, or the folder cannot be written to.
-    """
+    """Draw the page of a `ledger.json` into a folder, or beside it; returns the exit status. A `UserError` if the file
+    is not the record of a ledger, or the folder cannot be written to."""
     file = user_path(ledger)
     record, folder = read_record(file), file.parent if output is None else user_path(output)
     write_page(record, folder)

@@ -201,11 +201,7 @@ class Record(_Part):
 
 
 def read_record(file: Path) -> Record:
-    """The record of a `ledger.json`.
-
-    Raises:
-        UserError: it cannot be read, or is not the record of a ledger.
-    """
+    """The record of a `ledger.json`. A `UserError` if it cannot be read, or is none."""
     with refusing(f"{file}: cannot be read as a ledger.json", OSError, ValueError, use="give another"):
         return check(Record, read_bytes(file))
 
