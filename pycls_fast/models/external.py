@@ -178,10 +178,6 @@ def _outermost(names: Sequence[str]) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-# The layers and units of timm's models: a run builds the same one several times, mostly on the meta device.
-_found: dict[tuple[object, ...], tuple[list[str], list[str]]] = {}
-
-
 class TimmNetwork(ExternalNetwork):
     """timm's model with our interface.
 
@@ -225,7 +221,14 @@ class TimmNetwork(ExternalNetwork):
         for module in self.network.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = attention == "sdpa"
-        self._layer_names, self._unit_names = self._find_blocks(num_classes)
+        try:
+            # A forward pass, which also shows whether the model takes the images.
+            self._layer_names, self._unit_names = find_blocks(self.network, num_classes, self.image_size)
+        except Exception as error:
+            known = self.network.default_cfg.get("input_size")
+            made_for = Size.of(known[-2:]) if known else None
+            hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
+            raise self._refusal(f"does not take images of {self.image_size} pixels{hint}", error) from error
 
     @property
     def head_name(self) -> str:
@@ -261,23 +264,6 @@ class TimmNetwork(ExternalNetwork):
         except Exception as error:
             # timm passes unknown arguments on to the model's constructor, and hardly checks the known ones.
             raise self._refusal(f"refuses {self.arguments}", error) from error
-
-    def _find_blocks(self, num_classes: int) -> tuple[list[str], list[str]]:
-        """Names of layers and units, from a forward pass, which also shows whether the model takes the images."""
-        import timm
-
-        # The function, as a user may register another one under the same name.
-        key = (timm.model_entrypoint(self.name), self.image_size, repr(self.arguments))
-        try:
-            if key not in _found:
-                _found[key] = find_blocks(self.network, num_classes, self.image_size)
-            return _found[key]
-        except Exception as error:
-            known = self.network.default_cfg.get("input_size")
-            made_for = Size.of(known[-2:]) if known else None
-            hint = f", and was made for {made_for}" if made_for not in (None, self.image_size) else ""
-            what = f"does not take images of {self.image_size} pixels{hint}"
-            raise self._refusal(what, error) from error
 
     def _refusal(self, what: str, error: Exception) -> UserError:
         keys = [f"model.options.{key}" for key in self.options] + ["data.image_size"]

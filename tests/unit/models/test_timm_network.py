@@ -14,7 +14,6 @@ from torch import nn
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models import external
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.optim.groups import parameter_groups
 from pycls_fast.parallel.memory import save_activation_memory
@@ -95,28 +94,6 @@ def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_t
     # timm gives the final norm the rate of the last block; BEiT and MAE, and so we, that of the head.
     differing = {key for key, scale in ours.items() if scale != pytest.approx(theirs[key])}
     assert {key.partition(".")[0] for key in differing} <= {"norm"}
-
-
-def test_blocks_are_searched_once_for_a_model_that_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But again for other images, other options, and another model that a user registers under the name."""
-    searched, find = list[object](), external.find_blocks
-
-    def searching(*given: Any) -> Any:
-        searched.append(given)
-        return find(*given)
-
-    monkeypatch.setattr(external, "find_blocks", searching)
-    monkeypatch.setattr(external, "_found", {})
-    with torch.device("meta"):
-        first, again = make("test_resnet"), make("test_resnet")
-        assert [name for name, _ in again.units()] == [name for name, _ in first.units()] != []
-        assert len(searched) == 1
-        make("test_resnet", image_size=72)
-        make("test_resnet", options={"block_args": {}})
-        monkeypatch.setitem(timm.models._registry._model_entrypoints, "test_resnet", timm.models.resnet18)
-        other = make("test_resnet")
-    assert len(searched) == 4
-    assert len(other.units()) != len(first.units())
 
 
 def test_the_function_is_timms_and_recomputation_is_exact() -> None:
