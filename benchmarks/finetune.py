@@ -67,11 +67,11 @@ RULES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 COLUMNS = ("kNN", "linear probe", "finetune", "best of 8 plain loops", "torchvision's recipe", "timm's defaults")
 
 
-def link(place: Path, file: Path) -> None:
-    """Make a link at a place, and its folder."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.exists():
-        place.symlink_to(file)
+def link(at: Path, file: Path) -> None:
+    """Make a link, and its folder."""
+    at.parent.mkdir(parents=True, exist_ok=True)
+    if not at.exists():
+        at.symlink_to(file)
 
 
 def call(folder: Path, *words: str) -> None:
@@ -204,23 +204,30 @@ def plain_loop(net: nn.Module, images: Tensor, labels: Tensor, name: str, lr: fl
         schedule.step()
 
 
-def ours(parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seed: int, folder: Path) -> None:
-    """Run `finetune` with data, weights and size; all checkpoints are kept."""
-    for name, items in parts.items():
+def place(folder: Path, part: str, file: Path, label: int) -> Path:
+    """Where a folder has an image: those to be scored are in `tested`."""
+    return folder / ("tested" if part == "test" else f"data/{part}") / str(label) / file.name
+
+
+def lay_out(folder: Path, parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int) -> list[str]:
+    """Link the images and the weights into a folder; returns the keys that tell `train` of them there."""
+    for part, items in parts.items():
         for file, label in items:
-            link(folder / ("tested" if name == "test" else f"data/{name}") / str(label) / file.name, file)
-    given = [f"weights={weights}", "data.root=data", f"data.image_size={size}"]
+            link(place(folder, part, file, label), file)
+    name = str(weights)
     if weights.is_file():
         link(folder / "tf_efficientnet_lite0.safetensors", weights)
-        given[0] = "weights=timm:tf_efficientnet_lite0"
-    keep = ["run_dir=run", "runtime.keep_checkpoints=1000"]
-    call(folder, "train", "--config-name", "finetune", *given, f"seed={seed}", *keep)
+        name = "timm:tf_efficientnet_lite0"
+    return [f"weights={name}", "data.root=data", f"data.image_size={size}"]
 
 
-def scored(folder: Path, weights: str = "run") -> float:
-    """Test top-1 of a run's best checkpoint, or of another one."""
-    call(folder, "test", f"weights={weights}", "data.root=tested", "split=all", "output=score.json")
-    return float(json.loads((folder / "score.json").read_text())["top1"])
+TESTED = ("data.root=tested", "split=all")
+
+
+def scores_of(folder: Path, weights: str, *options: str, data: Sequence[str] = TESTED) -> dict[str, float]:
+    """The numbers of `pycls-fast test` on all test images."""
+    call(folder, "test", f"weights={weights}", *data, *options, "output=score.json")
+    return dict(json.loads((folder / "score.json").read_text()))
 
 
 def by_rule(folder: Path) -> dict[str, float]:
@@ -228,7 +235,7 @@ def by_rule(folder: Path) -> dict[str, float]:
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     records = [line for line in lines if line["kind"] == "eval" and line["split"] == "val"]
     steps = {rule: records[pick(records)]["step"] for rule, pick in RULES.items()}
-    top1_of = {step: scored(folder, f"run/checkpoints/step_{step:09d}") for step in set(steps.values())}
+    top1_of = {step: scores_of(folder, f"run/checkpoints/step_{step:09d}")["top1"] for step in set(steps.values())}
     return {rule: top1_of[step] for rule, step in steps.items()}
 
 
@@ -279,8 +286,10 @@ def measure(
     take("linear probe", probe)
 
     def finetune() -> float:
-        ours(parts, weights, size, seed, folder)
-        return scored(folder)
+        given = lay_out(folder, parts, weights, size)
+        keep = ["run_dir=run", "runtime.keep_checkpoints=1000"]
+        call(folder, "train", "--config-name", "finetune", *given, f"seed={seed}", *keep)
+        return scores_of(folder, "run")["top1"]
 
     take("finetune", finetune)
     if "rules" in asked and not set(RULES) <= done:

@@ -11,13 +11,12 @@ low-rank factors in the rest; `labels`: several of each image (`finetune_multi_l
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from finetune import call, link, seven_classes, split
+from finetune import call, lay_out, place, scores_of, seven_classes, split
 
 # Of airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck.
 LABELS = ("vehicle;flies", "vehicle;wheels", "animal;flies", "animal;pet", "animal;hooves", "animal;pet",
@@ -35,36 +34,21 @@ class Bench:
     def __init__(
         self, parts: dict[str, list[tuple[Path, int]]], weights: Path, size: int, seeds: int, folder: Path
     ) -> None:
-        self.folder, self.size, self.seeds = folder, size, range(seeds)
-        tables = {name: ["path,label"] for name in parts}
-        for name, items in parts.items():
-            for file, label in items:
-                place = folder / ("tested" if name == "test" else f"data/{name}") / str(label) / file.name
-                link(place, file)
-                tables[name].append(f"{place},{LABELS[label] if label < len(LABELS) else label}")
-        for name, lines in tables.items():
-            (folder / f"{name}.csv").write_text("\n".join(lines))
-        self.weights = str(weights)
-        if weights.is_file():
-            link(folder / "tf_efficientnet_lite0.safetensors", weights)
-            self.weights = "timm:tf_efficientnet_lite0"
-        self.call = partial(call, folder)
+        self.folder, self.seeds = folder, range(seeds)
+        self.given = lay_out(folder, parts, weights, size)
+        for part, items in parts.items():
+            of = {label: LABELS[label] if label < len(LABELS) else label for _, label in items}
+            lines = ["path,label", *(f"{place(folder, part, file, label)},{of[label]}" for file, label in items)]
+            (folder / f"{part}.csv").write_text("\n".join(lines))
+        self.call, self.score = partial(call, folder), partial(scores_of, folder)
 
     def train(self, name: str, *options: str, experiment: str = "finetune") -> list[str]:
         """The runs of all seeds, called `name`."""
         runs = [f"{name}_{seed}" for seed in self.seeds]
         for seed, run in enumerate(runs):
             if not (self.folder / run / "summary.json").is_file():
-                given = [f"weights={self.weights}", "data.root=data", f"data.image_size={self.size}"]
-                self.call("train", "--config-name", experiment, *given, f"seed={seed}", f"run_dir={run}", *options)
+                self.call("train", "--config-name", experiment, *self.given, f"seed={seed}", f"run_dir={run}", *options)
         return runs
-
-    def score(
-        self, weights: str, *options: str, data: tuple[str, ...] = ("data.root=tested", "split=all")
-    ) -> dict[str, float]:
-        """The numbers of `pycls-fast test` on all test images."""
-        self.call("test", f"weights={weights}", *data, *options, "output=score.json")
-        return dict(json.loads((self.folder / "score.json").read_text()))
 
     def row(self, name: str, scores: list[dict[str, float]], keys: tuple[str, ...] = ("top1",)) -> None:
         """Print the means over seeds, and of each the standard deviation."""
