@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.optim.weights import local
-from pycls_fast.plan.activations import Activations
+from pycls_fast.plan.activations import Activations, Moment
 from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.strategies import STRATEGIES
 
@@ -321,7 +320,7 @@ def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float)
         if index is not None:
             block = blocks[index]
             during = block.backward - block.held if moment.backward else block.forward
-        gathers = gathered(activations, sizes, copies, moment.backward, index, moment.done)
+        gathers = gathered(activations, sizes, copies, moment)
         total = moment.outside + kept[moment.done] + grown + during + gathers
         now = PassPeak(total, gathers, grown)
         if moment.backward:
@@ -331,31 +330,27 @@ def passes(activations: Activations, sizes: Sizes, copies: Copies, grows: float)
     return forward, backward
 
 
-def gathered(
-    activations: Activations, sizes: Sizes, copies: Copies, backward: bool, index: int | None, done: int
-) -> float:
-    """Bytes of whole weights and gradients on a rank that owns a share of each, while block `index` runs (None: between
-    blocks), when the forward passes of the first `done` blocks are done."""
+def gathered(activations: Activations, sizes: Sizes, copies: Copies, moment: Moment) -> float:
+    """Bytes of whole weights and gradients, at a moment, on a rank that owns a share of each."""
     if copies.shards != "weights":
         return 0.0
-    blocks = activations.blocks
-    around = sizes.parameters - sum(block.parameters for block in blocks)
-    weights: float = around
+    blocks, index, done = activations.blocks, moment.begins, moment.done
+    weights: float = sizes.parameters - sum(block.parameters for block in blocks)
 
     def size(at: int) -> int:
         return blocks[at].parameters if 0 <= at < len(blocks) else 0
 
     if not copies.reshard_after_forward:
-        weights += sum(block.parameters for block in blocks[: done if backward else done + 1])
+        weights += sum(block.parameters for block in blocks[: done if moment.backward else done + 1])
     elif index is not None:
         weights += size(index)
-    if blocks and index is None and done == len(blocks):
+    elif done == len(blocks):
         # The last block is needed again at once.
-        weights += 0 if not copies.reshard_after_forward else size(done - 1)
+        weights += size(done - 1)
     # What a gather receives, this block's or the next one's, is copied into the weights.
-    buffers = 0 if index is None else max(size(index), size(index + (-1 if backward else 1)))
+    buffers = 0 if index is None else max(size(index), size(index + (-1 if moment.backward else 1)))
     total = copies.compute_bytes * (weights + buffers)
-    if backward and index is not None:
+    if moment.backward and index is not None:
         # Gradients are sent in float32, from a buffer that lives until the next block's.
         total += 4.0 * (blocks[index + 1].trained if index + 1 < len(blocks) else 0)
     return total
@@ -380,10 +375,3 @@ def optimizer_temporaries(make: Callable[[list[nn.Parameter]], Optimizer], side:
     size = 4 * side * side
     per_byte = max(many - few, 0) / (2 * size)
     return Temporaries(per_byte, max(few / size - 2 * per_byte, 0.0))
-
-
-def divisors(number: int) -> Iterator[int]:
-    """The divisors of a number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    yield from small
-    yield from (number // d for d in reversed(small) if d * d != number)

@@ -38,7 +38,6 @@ from pycls_fast.plan.memory import (
     Peak,
     Sizes,
     Temporaries,
-    divisors,
     optimizer_temporaries,
     peak,
     pipelined_peak,
@@ -114,19 +113,20 @@ class MemoryPlan:
         model = (config.model.model_dump_json(), config.data.image_size, self.classes)
         key = (*model, optim.trainable, optim.lora_rank, self.world.tensor)
         # A network given from Python may be a different one next time.
-        if key not in _sizes or config.model.kind == "given":
-            network = self._network()
-            freeze(config, network)
-            # All experts count: the shards that divide them are taken into account later.
-            with self._divided(network, "tensor"):
-                places = [*network.ends()[0], *(name for name, _ in network.units())]
-                found: dict[str, list[Tensor]] = {}
-                for name, tensor in chain(network.named_parameters(), network.named_buffers()):
-                    place = next((each for each in places if name.startswith(f"{each}.")), "")
-                    found.setdefault(place, []).append(tensor)
-                before = [tensor for name in network.ends()[0] for tensor in found.get(name, [])]
-                units = [Sizes.of(found.get(name, [])) for name, _ in network.units()]
-                _sizes[key] = (Sizes.of(before), units, Sizes.of(found.get("", [])))
+        if key in _sizes and config.model.kind != "given":
+            return _sizes[key]
+        network = self._network()
+        freeze(config, network)
+        # All experts count: the shards that divide them are taken into account later.
+        with self._divided(network, "tensor"):
+            places = [*network.ends()[0], *(name for name, _ in network.units())]
+            found: dict[str, list[Tensor]] = {}
+            for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+                place = next((each for each in places if name.startswith(f"{each}.")), "")
+                found.setdefault(place, []).append(tensor)
+            before = [tensor for name in network.ends()[0] for tensor in found.get(name, [])]
+            units = [Sizes.of(found.get(name, [])) for name, _ in network.units()]
+            _sizes[key] = (Sizes.of(before), units, Sizes.of(found.get("", [])))
         return _sizes[key]
 
     @cached_property
@@ -157,17 +157,20 @@ class MemoryPlan:
 
     def copies(self, accumulation: int) -> Copies:
         """What a rank holds of weights, gradients and state."""
-        config, precision = self.config, level(self.config)
+        config, world, precision = self.config, self.world, level(self.config)
         is_half = precision.weights != "float32"
-        name = config.parallel.strategy(self.world.size)
-        if self.world.pipeline > 1 and STRATEGIES[name].replicates:
+        name = config.parallel.strategy(world.size)
+        if world.pipeline > 1 and STRATEGIES[name].replicates:
             # Stages exchange gradients after the last microbatch, without buckets.
             name = "single"
+        degree = 1 if STRATEGIES[name].shards == "nothing" else world.data_size
+        if STRATEGIES[name].has_groups:
+            degree = degrees(config.parallel, world.stage_size)[1]
         # fsdp and hsdp gather weights in autocast's format.
         narrow = is_half or (STRATEGIES[name].has_dtensors and precision.autocast is not None and not precision.float8)
         return Copies(
             strategy=name,
-            degree=self._degree(name),
+            degree=degree,
             # With LoRA the optimizer keeps the initial value of each adapted weight; the rest is small.
             state_copies=config.optim.state_copies if config.optim.lora_rank is None else 1.0,
             reshard_after_forward=config.parallel.reshard_after_forward,
@@ -175,7 +178,7 @@ class MemoryPlan:
             masters_kept=precision.masters == "kept" or not is_half,
             accumulates=accumulation > 1,
             averaged=config.optim.ema_decay is not None,
-            on_host=self.switches.param_offload == "cpu" and self.world.device.type != "cpu",
+            on_host=self.switches.param_offload == "cpu" and world.device.type != "cpu",
         )
 
     def state(self, accumulation: int) -> float:
@@ -296,21 +299,14 @@ class MemoryPlan:
 
         return optimizer_temporaries(make)
 
-    def _degree(self, strategy: str) -> int:
-        if STRATEGIES[strategy].shards == "nothing":
-            return 1
-        if not STRATEGIES[strategy].has_groups:
-            return self.world.data_size
-        return degrees(self.config.parallel, self.world.stage_size)[1]
-
     def parts(self) -> list[int]:
         """The possible numbers of microbatches, from the most to the fewest; each has the images that mixing needs.
 
         A pipeline gets at least four for each stage, or as many as there can be.
         """
         stages, least = self.world.pipeline, 2 if self.config.augment.mixes else 1
-        found = [self.per_rank // n for n in divisors(self.per_rank) if n >= least]
-        found = [parts for parts in found if parts % stages == 0]
+        most = self.per_rank // least
+        found = [parts for parts in range(most, 0, -1) if self.per_rank % parts == 0 == parts % stages]
         return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 
     def fitting(self, memory: float, *, more_than: int = 0) -> int | None:

@@ -123,49 +123,34 @@ def _mean_pixels(config: RunConfig) -> float:
     return sum(math.prod(sizes[max(begin for begin in sizes if begin <= epoch)]) for epoch in epochs) / len(epochs)
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A network's passes with a number of images."""
+class _Passes(NamedTuple):
+    """A microbatch's passes."""
 
     activations: Activations
+    tables: tuple[Kernels, ...]
+    """Kernels of the blocks, forwards and backwards, and of everything around them, forwards and backwards."""
+    exchanges: list[list[tuple[str, float]]]
+    """The collectives of each block in both passes, with their bytes; the last entry is of what is around them."""
 
-    @cached_property
-    def tables(self) -> tuple[Kernels, ...]:
-        """Kernels of the blocks, forwards and backwards, and of everything around them, forwards and backwards."""
-        found = self.activations
+    @classmethod
+    def of(cls, found: Activations) -> _Passes:
+        """With the number of images that was measured."""
         forward = [work for block in found.blocks for work in block.kernels.forward]
         backward = [work for block in found.blocks for work in block.kernels.backward]
         lists = (forward, backward, *found.around)
-        return tuple(Kernels.of([work for work in works if work.kind not in EXCHANGES]) for works in lists)
+        tables = tuple(Kernels.of([work for work in works if work.kind not in EXCHANGES]) for works in lists)
+        each = [(*kernels.forward, *kernels.backward) for kernels in (*(b.kernels for b in found.blocks), found.around)]
+        exchanges = [[(work.kind, work.bytes) for work in works if work.kind in EXCHANGES] for works in each]
+        return cls(found, tables, exchanges)
 
-    @cached_property
-    def exchanges(self) -> list[list[tuple[str, float]]]:
-        """The collectives of each block in both passes, with their bytes; the last entry is of what is around them."""
-        passes = [*(block.kernels for block in self.activations.blocks), self.activations.around]
-        blocks = [[*forward, *backward] for forward, backward in passes]
-        return [[(work.kind, work.bytes) for work in works if work.kind in EXCHANGES] for works in blocks]
-
-
-class _Microbatch(NamedTuple):
-    """The passes of a microbatch of any number of images, interpolated between two traces."""
-
-    few: _Traced
-    many: _Traced
-    share: float
-    """0: as `few`, 1: as `many`."""
-
-    @property
-    def activations(self) -> Activations:
-        return self.few.activations.between(self.many.activations, self.share)
-
-    @property
-    def tables(self) -> list[Kernels]:
-        return [few.between(many, self.share) for few, many in zip(self.few.tables, self.many.tables, strict=True)]
-
-    def exchanges(self, block: int) -> list[tuple[str, float]]:
-        """A block's collectives and their bytes; -1: those around the blocks."""
-        pairs = zip(self.few.exchanges[block], self.many.exchanges[block], strict=True)
-        return [(kind, few + self.share * (many - few)) for (kind, few), (_, many) in pairs]
+    def between(self, other: _Passes, share: float) -> _Passes:
+        """Interpolated to another number of images; share 0 is these, 1 the other ones."""
+        tables = (few.between(many, share) for few, many in zip(self.tables, other.tables, strict=True))
+        exchanges = [
+            [(kind, few + share * (many - few)) for (kind, few), (_, many) in zip(*block, strict=True)]
+            for block in zip(self.exchanges, other.exchanges, strict=True)
+        ]
+        return _Passes(self.activations.between(other.activations, share), tuple(tables), exchanges)
 
 
 class Search:
@@ -193,7 +178,8 @@ class Search:
         self._lacks = set(problems(self.config, Purpose()))
         for name in self.precisions:
             refuse(f"{key}: {text}" for key, text in self._refused(precision={"name": name}))
-        self._known: dict[tuple[object, ...], _Traced] = {}
+        self._measured: dict[tuple[object, ...], _Passes] = {}
+        self._interpolated: dict[tuple[object, ...], _Passes] = {}
         self._plans: dict[Layout, MemoryPlan] = {}
         self.one = self._plan(Layout(precision=self.precision))
 
@@ -203,7 +189,7 @@ class Search:
 
     def layouts(self) -> Iterator[Layout]:
         """All layouts that the configuration and the code allow, whether they fit or not."""
-        blocks = self._trace(Layout(precision=self.precision), _FEW).activations.blocks
+        blocks = self._measure(Layout(precision=self.precision), _FEW).activations.blocks
         for degrees in self._degrees():
             ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
             for parts, recompute, precision in product(self._plan(degrees).parts(), ways, self.precisions):
@@ -243,22 +229,29 @@ class Search:
             self._plans[layout] = MemoryPlan.imagined(config, self.device, ranks, self.classes)
         return self._plans[layout]
 
-    def _trace(self, layout: Layout, images: int) -> _Traced:
+    def _measure(self, layout: Layout, images: int) -> _Passes:
+        """A microbatch's passes on fake tensors."""
         key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
-        if key not in self._known:
+        if key not in self._measured:
             # A rank whose gradients exist already needs less, but at most by the gradients of one block.
             with refusing("model: plan cannot measure this network without running it", RuntimeError, TypeError):
                 found = self._plan(layout).activations(images, self.image_size, gradients_exist=False)
-            self._known[key] = _Traced(found)
-        return self._known[key]
+            self._measured[key] = _Passes.of(found)
+        return self._measured[key]
 
-    def _microbatch(self, layout: Layout, images: int) -> _Microbatch:
-        few, many = self._trace(layout, _FEW), self._trace(layout, _MANY)
-        if all(np.array_equal(one.kinds, other.kinds) for one, other in zip(few.tables, many.tables, strict=True)):
-            return _Microbatch(few, many, (images - _FEW) / (_MANY - _FEW))
-        # Code that chooses by the size of tensors (compression, a CPU's convolutions): nothing is affine in the images.
-        exact = self._trace(layout, images)
-        return _Microbatch(exact, exact, 0.0)
+    def _passes(self, layout: Layout, images: int) -> _Passes:
+        """A microbatch's passes with any number of images."""
+        key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
+        if key not in self._interpolated:
+            few, many = self._measure(layout, _FEW), self._measure(layout, _MANY)
+            tables = zip(few.tables, many.tables, strict=True)
+            if all(np.array_equal(one.kinds, other.kinds) for one, other in tables):
+                self._interpolated[key] = few.between(many, (images - _FEW) / (_MANY - _FEW))
+            else:
+                # Code that chooses by the size of tensors (compression, a CPU's convolutions): nothing is affine in
+                # the images.
+                self._interpolated[key] = self._measure(layout, images)
+        return self._interpolated[key]
 
     @cached_property
     def _update(self) -> float:
@@ -283,7 +276,7 @@ class Search:
         if layout.precision == "fp32":
             device = device.without_tf32
         images, parts = self.batch // (layout.data * layout.accumulation), layout.accumulation
-        microbatch = self._microbatch(layout, images)
+        microbatch = self._passes(layout, images)
         compiled = plan.switches.compile != "off"
         # Ranks of a CPU compute and exchange with one core each, or share it.
         slowdown = max(min(cluster.ranks, cluster.per_node) / cluster.cores, 1.0) if device.device == "cpu" else 1.0
@@ -316,7 +309,7 @@ class Search:
             step = max(step, busy * step + self.batch / loader)
         peak = plan.peak_with(microbatch.activations, parts)
         itemsize = 4 if layout.precision in ("fp32", "tf32") else 2
-        plain = self._trace(Layout(precision=layout.precision), _FEW)
+        plain = self._measure(Layout(precision=layout.precision), _FEW)
         flops = self.pixels * sum(table.flops for table in plain.tables) / _FEW * self.batch
         return Outcome(
             layout=layout,
@@ -346,7 +339,7 @@ class Search:
     def _weights(self, layout: Layout) -> dict[str, float]:
         """Bytes of weights and gradients among them."""
         plan, parts = self._plan(layout), layout.accumulation
-        copies, blocks = plan.copies(parts), self._trace(layout, _FEW).activations.blocks
+        copies, blocks = plan.copies(parts), self._measure(layout, _FEW).activations.blocks
         before, units, after = plan.unit_sizes
         ends = [before, after] if layout.pipeline == 1 or layout.schedule == "zbv" else [before]
         # A rank's experts: `units` have all of them.
@@ -378,11 +371,11 @@ class Search:
 
     def _features(self, layout: Layout, images: int) -> list[tuple[str, float]]:
         """A microbatch's other exchanges of the first rank: those within blocks, and between stages."""
-        microbatch = self._microbatch(layout, images)
+        microbatch = self._passes(layout, images)
         blocks = microbatch.activations.blocks
         stages, count = self._plan(layout).stages(len(blocks))[0], len(stage_ranks(layout.schedule, layout.pipeline))
         # Each stage also has those around the blocks: it divides features and puts them together.
-        found = [each for own in stages.values() for index in (*own, -1) for each in microbatch.exchanges(index)]
+        found = [each for own in stages.values() for index in (*own, -1) for each in microbatch.exchanges[index]]
         # Features to the stage after, gradients to the one before.
         found += [
             ("send", float(blocks[0].output * layout.tensor))
@@ -402,7 +395,7 @@ class Search:
         cluster, parts, near = self.cluster, layout.accumulation, layout.tensor
         # On a CPU exchanges take the cores themselves.
         overlap = 0.0 if self.device.type == "cpu" else _OVERLAP
-        found, blocks = self._weights(layout), self._trace(layout, _FEW).activations.blocks
+        found, blocks = self._weights(layout), self._measure(layout, _FEW).activations.blocks
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
         # Both gathered weights and gradients to be reduced are copied once.
         copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
