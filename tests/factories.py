@@ -6,7 +6,8 @@ import dataclasses
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.config import Purpose, RunConfig, load_config
@@ -25,9 +28,12 @@ from pycls_fast.config.of_weights import saved_in_run
 from pycls_fast.config.saved import SAVED, register
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.world import ALONE
+from pycls_fast.parallel.world import ALONE, World
+from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train import checkpoint, saving
+from pycls_fast.train.assemble import make_step
 from pycls_fast.train.checkpoint import split
+from pycls_fast.train.step import Step
 
 # What a record of training has besides its step.
 TRAINED = {"loss": 1.0, "lr": 0.1, "images_per_second": 10.0, "step_seconds": 0.1, "memory_peak_bytes": 10**9}
@@ -112,6 +118,25 @@ def photographs(root: Path, classes: Sequence[str], count: int, *, sides: tuple[
             folder.mkdir(parents=True, exist_ok=True)
             spots.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.png")
     return root
+
+
+def step_of(config: RunConfig, world: World = ALONE, *, classes: int = 10) -> Step:
+    """A run's step, with initial weights."""
+    switches = build.switches(config, world.device)
+    sharded = config.parallel.facts.shards_weights
+    network = build.model(config, classes, switches, empty=sharded and world.pipeline == 1)
+    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
+    return make_step(config, network, world, switches, steps_per_epoch=4)
+
+
+@contextmanager
+def imagined(ranks: int) -> Iterator[None]:
+    """The first of so many ranks, of which the others do not exist: their messages go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:

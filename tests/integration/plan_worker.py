@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 
-from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.operators import EXCHANGES, CountWork, LiveMemory
 from pycls_fast.strategies import Parallel
-from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
+from tests.factories import step_of
 from tests.integration.strategy_worker import divided
 
 CPU = torch.device("cpu")
@@ -79,14 +77,11 @@ def measured(world: World, layout: Layout) -> dict[str, Any]:
     """What the plan says of this rank, and what it holds and exchanges."""
     config, parts = configured(layout), layout.accumulation
     world = divided(world, config)
-    switches, sharded = build.switches(config, CPU), config.parallel.facts.shards_weights
     images, size = BATCH // world.data_size // parts, config.data.image_size
     metrics = TrainMetrics(CPU)
     with LiveMemory() as memory:
-        network = build.model(config, CLASSES, switches, empty=sharded and world.pipeline == 1)
-        network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
         batch = synthetic_batch(images, size, CLASSES, erase_probability=0.0, seed=0, device=CPU)
-        step = make_step(config, network, world, switches, steps_per_epoch=4)
+        step = step_of(config, world, classes=CLASSES)
         # The optimizer has its state after the first.
         for index in range(2):
             memory.peak = memory.live

@@ -35,7 +35,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.tasks.lr_range import lr_range_test
-from tests.factories import config_of, randomise
+from tests.factories import config_of, randomise, step_of
 from tests.integration.runs import TINY
 
 SMALL = (
@@ -91,9 +91,8 @@ def test_a_wrong_backward_pass_is_seen_before_training(
 @pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
 def test_only_a_head_of_zeros_is_replaced_and_only_for_the_measurement(precision: str, digits: Path) -> None:
     config = config_of(*SMALL, f"data.root={digits}", f"precision={precision}")
-    switches = build.switches(config, ALONE.device)
-    network = build.model(config, 10, switches)
-    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    step = step_of(config)
+    network: Any = step.network
     states = (network, step.weights)
     narrow, before = ({name: value.clone() for name, value in each.state_dict().items()} for each in states)
     with random_head(step, network):

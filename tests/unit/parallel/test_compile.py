@@ -15,10 +15,9 @@ from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 from pycls_fast import build
 from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.parallel.wrap import compile_model, place_model, uncompiled, wrap_model
+from pycls_fast.parallel.wrap import compile_model, uncompiled, wrap_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.assemble import make_step
-from tests.factories import config_of
+from tests.factories import config_of, step_of
 
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -177,10 +176,7 @@ def test_two_graphs_at_any_depth(world: World, counters: Any, strategy: str, ove
         torch._dynamo.reset()
         counters.clear()
         config = config_of(*SMALL, f"parallel={strategy}", f"model.depth={depth}", *overrides)
-        switches = build.switches(config, CPU)
-        network = build.model(config, 10, switches, empty=config.parallel.facts.shards_weights)
-        network = place_model(network, world, memory_format="contiguous")
-        step = make_step(config, network, world, switches, steps_per_epoch=4)
+        step = step_of(config, world)
         narrow = build.level(config).weights != "float32"
         images = torch.randn(2, 3, 8, 8, dtype=build.compute_dtype(config) if narrow else torch.float32)
         for _ in range(2):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.optim.groups import by_name, parameter_groups
@@ -28,7 +27,7 @@ from pycls_fast.parallel.parallel_model import StrategySettings
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.run_state import Run
-from tests.factories import assert_same_bits, config_of, make_optimizer
+from tests.factories import assert_same_bits, config_of, imagined, make_optimizer
 from tests.integration.fairscale_cpu import play_cuda
 from tests.integration.strategy_worker import whole
 
@@ -169,9 +168,8 @@ def test_when_gradients_are_exchanged(world: World, gathers_again: bool) -> None
 @pytest.fixture
 def two() -> Iterator[World]:
     """The first of two ranks, of which the other does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield World(0, 2, torch.device("cpu"), mesh=make_mesh("cpu", None, 2, datetime.timedelta(seconds=60)))
-    dist.destroy_process_group()
+    with imagined(2):
+        yield World(0, 2, torch.device("cpu"), mesh=make_mesh("cpu", None, 2, datetime.timedelta(seconds=60)))
 
 
 def test_the_shards_of_two_ranks_are_the_whole(two: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.errors import UserError
@@ -35,8 +33,7 @@ from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.precision import LEVELS
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel
-from pycls_fast.train.assemble import make_step
-from tests.factories import assert_same_bits, config_of, small_vit
+from tests.factories import assert_same_bits, config_of, imagined, small_vit, step_of
 
 CPU = torch.device("cpu")
 TINY = ["model.width=32", "model.depth=2", "model.mlp_width=36", "parallel=fsdp"]
@@ -66,20 +63,14 @@ def test_filling_a_timm_model_needs_one_drawn_copy() -> None:
     assert_same_bits(network.state_dict(), direct.state_dict())
 
 
-@contextmanager
-def imagined(ranks: int) -> Iterator[Callable[..., DeviceMesh]]:
-    """Makes meshes of ranks that do not exist, of which this process is the first: they exchange nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield lambda *grid, **degrees: make_mesh("cpu", *grid, timedelta(seconds=60), **degrees)
-    finally:
-        dist.destroy_process_group()
+def mesh_of(*grid: Any, **degrees: int) -> DeviceMesh:
+    return make_mesh("cpu", *grid, timedelta(seconds=60), **degrees)
 
 
 def test_ranks_that_cannot_share_experts() -> None:
     network = build.model(config_of(*TINY, name="vit_moe_digits"), 10, Speed(), empty=True)
-    with imagined(10) as meshes:
-        mesh, experts = (meshes(None, 10, expert=degree) for degree in (1, 2))
+    with imagined(10):
+        mesh, experts = (mesh_of(None, 10, expert=degree) for degree in (1, 2))
         with pytest.raises(UserError, match="shared by the 5 ranks"):
             wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), StrategySettings(Parallel(name="fsdp")))
 
@@ -87,8 +78,8 @@ def test_ranks_that_cannot_share_experts() -> None:
 def test_a_norm_over_shards_and_parts_counts_each_number_once() -> None:
     config = config_of(*TINY, "data.image_size=8", "parallel.tensor_degree=2")
     switches, counted = build.switches(config, CPU), []
-    with imagined(4) as meshes:
-        mesh = meshes(None, 2, tensor=2)
+    with imagined(4):
+        mesh = mesh_of(None, 2, tensor=2)
         for rank in (0, 1):
             network = build.model(config, 10, switches, empty=True)
             wrapped = build.wrap(config, network, World(rank, 4, CPU, mesh=mesh, tensor=2), switches)
@@ -103,8 +94,8 @@ def test_replicas_reduce_once_a_step_and_shards_after_every_microbatch(monkeypat
     """The links between nodes are slow, and no rank holds whole gradients."""
     config = config_of(*TINY, "data.image_size=8")
     network = build.model(config, 10, build.switches(config, CPU), empty=True)
-    with imagined(4) as meshes:
-        world = World(0, 4, CPU, mesh=meshes(2, 2))
+    with imagined(4):
+        world = World(0, 4, CPU, mesh=mesh_of(2, 2))
         wrapped = wrap_model(network, world, StrategySettings(Parallel(name="hsdp")))
         units, asked = len(network.units()) + 1, Counter[str]()
         for name in ("all_reduce", "reduce_scatter_single"):
@@ -224,9 +215,8 @@ def test_weights_travel_in_the_format_of_their_products(
     small = TINY if experiment == "vit_digits" else ["model.depth=18", "parallel=fsdp"]
     own = ["data.image_size=8", f"precision={precision}", "model.drop_path=0.1", "speed=reference"]
     config = config_of(*small, *own, name=experiment)
-    switches = build.switches(config, CPU)
-    network = build.model(config, 10, switches, empty=True)
-    step = make_step(config, network, world, switches, steps_per_epoch=4)
+    step = step_of(config, world)
+    network = step.network
     level = LEVELS[config.precision.name]
     found, entered = {}, {}
 

@@ -11,22 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.pipeline import Pipeline, partition_blocks, split_into_stages, stage_ranks
 from pycls_fast.parallel.world import World, floating_buffers
 from pycls_fast.strategies import ScheduleName
+from tests.factories import imagined
 
 RANKS = 4
 
 
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    yield
-    dist.destroy_process_group()
+    with imagined(RANKS):
+        yield
 
 
 def network(**more: Any) -> VisionTransformer:

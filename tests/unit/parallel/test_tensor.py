@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.network import Network
 from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
-from tests.factories import config_of, randomise
+from tests.factories import config_of, imagined, randomise
 
 RANKS = 2
 # 17 tokens, of which two ranks cannot have as many each.
@@ -34,10 +32,8 @@ Both = list[Tensor]
 @pytest.fixture
 def ranks() -> Iterator[LocalTensorMode]:
     """A mode in which a tensor has a value on each rank."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    with LocalTensorMode(RANKS) as mode:
+    with imagined(RANKS), LocalTensorMode(RANKS) as mode:
         yield mode
-    dist.destroy_process_group()
 
 
 def mesh(name: str) -> DeviceMesh:

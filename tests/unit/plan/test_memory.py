@@ -12,28 +12,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pycls_fast import build
 from pycls_fast.choice import give
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.tensor import divide
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan import race
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.memory import Copies, Sizes, State
 from pycls_fast.plan.memory import state as state_of
 from pycls_fast.plan.memory_plan import MemoryPlan, group
 from pycls_fast.plan.operators import LiveMemory
-from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
-from tests.factories import config_of
+from tests.factories import config_of, imagined, small_vit, step_of
 from tests.integration.fairscale_cpu import play_cuda
 
 CPU = torch.device("cpu")
@@ -54,12 +50,8 @@ def configured(base: tuple[str, ...], images: int, ranks: int, *overrides: str) 
 
 def stepping(config: RunConfig, world: World, images: int) -> tuple[Step, Any]:
     """The step of a rank, and its batch."""
-    switches = build.switches(config, CPU)
-    sharded = config.parallel.facts.shards_weights
-    network = build.model(config, 10, switches, empty=sharded and world.pipeline == 1)
-    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
     batch = synthetic_batch(images, config.data.image_size, 10, erase_probability=0.0, seed=0, device=CPU)
-    return make_step(config, network, world, switches, steps_per_epoch=4), batch
+    return step_of(config, world), batch
 
 
 def assert_held(world: World, base: tuple[str, ...], *overrides: str, images: int = 8, within: float = 0.05) -> None:
@@ -132,17 +124,15 @@ def test_optimizers_keep_what_the_plan_says(optimizer: str) -> None:
     # So wide that rows and columns are few beside their matrix.
     wide = ("model.width=256", "model.mlp_width=1024", "model.depth=2")
     config = config_of(*VIT[1:], *wide, *f"optim={optimizer}".split(), name=VIT[0])
-    switches = build.switches(config, CPU)
-    network = build.model(config, 10, switches)
-    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
-    step(0, [synthetic_batch(1, 64, 10, erase_probability=0.0, seed=0, device=CPU)], TrainMetrics(CPU))
+    step, batch = stepping(config, ALONE, 1)
+    step(0, [batch], TrainMetrics(CPU))
     kept = sum(
         value.nbytes
         for state in step.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-    weights = sum(parameter.nbytes for parameter in network.parameters())
+    weights = sum(parameter.nbytes for parameter in step.network.parameters())
     # What Adafactor keeps of its second moments is a row and a column of each matrix.
     expected = config.optim.state_copies
     assert kept / weights == pytest.approx(expected, abs=0.05)
@@ -152,9 +142,8 @@ def test_optimizers_keep_what_the_plan_says(optimizer: str) -> None:
 def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """The first of eight ranks, whose messages go nowhere."""
     play_cuda(monkeypatch)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield World(rank=0, size=8, device=CPU, mesh=make_mesh("cpu", None, 8, datetime.timedelta(seconds=60)))
-    dist.destroy_process_group()
+    with imagined(8):
+        yield World(rank=0, size=8, device=CPU, mesh=make_mesh("cpu", None, 8, datetime.timedelta(seconds=60)))
 
 
 @pytest.mark.slow
@@ -255,18 +244,15 @@ def test_groups_that_are_gone_are_not_asked_for() -> None:
     """torch remembers how it divides tensors on a mesh, with the names of the mesh's groups."""
 
     def compute(mesh: DeviceMesh) -> None:
-        network = VisionTransformer(
-            image_size=32, patch_size=8, width=16, depth=1, heads=2, mlp_width=32, num_classes=2
-        )
+        network = small_vit(width=16, depth=1, heads=2)
         ((_, block),) = network.units()
         divide(network, [block], mesh["tensor"])
         block(torch.randn(1, 16, 16, requires_grad=True)).sum().backward()
 
     ranks = {"expert": 2, "tensor": 2}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    dist.new_group([0, 1])
-    compute(init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=tuple(ranks)))
-    dist.destroy_process_group()
+    with imagined(4):
+        dist.new_group([0, 1])
+        compute(init_device_mesh("cpu", tuple(ranks.values()), mesh_dim_names=tuple(ranks)))
     with group(ranks, None) as mesh:
         compute(mesh)
 
