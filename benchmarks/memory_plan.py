@@ -59,9 +59,9 @@ def paper() -> Iterator[str]:
 
 def choice(made: MemoryPlan, memory: float) -> str:
     """What the plan takes on a device, or how the step would fit elsewhere."""
-    steps = made.fitting(memory)
+    steps = made.fewest_microbatches(memory)
     if steps is None:
-        return f"needs {readable(made.peak(made.parts()[0]))}; {made.elsewhere(memory)}"
+        return f"needs {readable(made.peak(made.microbatch_counts()[0]))}; {made.way_out(memory)}"
     return f"{steps} x {made.per_rank // steps}: {readable(made.peak(steps))}"
 
 

@@ -39,7 +39,6 @@ from pycls_fast.build.device import (
 from pycls_fast.build.network import (
     apply_precision,
     counted_model,
-    cut,
     ema,
     freeze,
     label_sets,
@@ -50,5 +49,6 @@ from pycls_fast.build.network import (
     num_classes,
     optimizer,
     schedule,
+    split_into_stages,
     wrap,
 )

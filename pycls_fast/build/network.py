@@ -166,7 +166,7 @@ def stage_costs(config: RunConfig, classes: int) -> list[int]:
     return [before, *(counted[name] for name, _ in network.units()), after]
 
 
-def cut(config: RunConfig, network: Network, world: World) -> Pipeline | None:
+def split_into_stages(config: RunConfig, network: Network, world: World) -> Pipeline | None:
     """Leave only this rank's stages of a pipeline in the network, in place; None without one."""
     if world.pipeline == 1:
         return None

@@ -299,7 +299,7 @@ class MemoryPlan:
 
         return optimizer_temporaries(make)
 
-    def parts(self) -> list[int]:
+    def microbatch_counts(self) -> list[int]:
         """The possible numbers of microbatches, from the most to the fewest; each has the images that mixing needs.
 
         A pipeline gets at least four for each stage, or as many as there can be.
@@ -309,14 +309,14 @@ class MemoryPlan:
         found = [parts for parts in range(most, 0, -1) if self.per_rank % parts == 0 == parts % stages]
         return [parts for parts in found if stages == 1 or parts >= 4 * stages] or found[:1]
 
-    def fitting(self, memory: float, *, more_than: int = 0) -> int | None:
+    def fewest_microbatches(self, memory: float, *, more_than: int = 0) -> int | None:
         """The fewest microbatches with which a step fits into a device's memory (bytes); None if it never fits."""
-        parts = [each for each in self.parts() if each > more_than]
+        parts = [each for each in self.microbatch_counts() if each > more_than]
         # If a microbatch fits, all smaller ones do.
         count = bisect(parts, False, key=lambda each: self.peak(each) > USABLE * memory)
         return parts[count - 1] if count else None
 
-    def elsewhere(self, memory: float) -> str:
+    def way_out(self, memory: float) -> str:
         """A way to make the step fit: sharding over more ranks, or recomputing; "" if neither helps."""
         config, known = self.config, set(problems(self.config, Purpose()))
 
@@ -325,7 +325,7 @@ class MemoryPlan:
             if set(problems(made.config, Purpose())) - known:
                 return False
             try:
-                return made.fitting(memory) is not None
+                return made.fewest_microbatches(memory) is not None
             except UserError:
                 return False
 
@@ -393,19 +393,20 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
     memory, made = device_memory(config, world), MemoryPlan(config, world, classes or 1000)
     steps = 1
     if world.pipeline > 1:
-        steps = min(made.parts(), default=0)
+        steps = min(made.microbatch_counts(), default=0)
         if not steps:
             raise UserError(
                 f"data.global_batch_size: {config.data.global_batch_size} cannot be divided into microbatches for "
                 f"parallel.pipeline_degree={world.pipeline}; use a multiple of {world.data_size * world.pipeline}"
             )
     if memory is not None:
-        found = made.fitting(memory)
+        found = made.fewest_microbatches(memory)
         if found is None:
-            way_out = made.elsewhere(memory) or "use a smaller model or data.image_size"
+            least = made.peak(made.microbatch_counts()[0])
+            way_out = made.way_out(memory) or "use a smaller model or data.image_size"
             raise UserError(
                 f"optim.accumulation_steps: auto finds no microbatch that fits into {USABLE:.0%} of "
-                f"{gigabytes(memory)}: the smallest needs {gigabytes(made.peak(made.parts()[0]))}; {way_out}"
+                f"{gigabytes(memory)}: the smallest needs {gigabytes(least)}; {way_out}"
             )
         steps = found
     config = config.with_values(optim={"accumulation_steps": steps})

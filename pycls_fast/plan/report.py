@@ -51,7 +51,7 @@ class Report:
             "hours_interval": [low * hours, high * hours],
             "cost": cost,
             "cost_interval": None if cost is None else [low * cost, high * cost],
-            "loses_by": each.loses(self.outcomes[0]),
+            "loses_by": each.loses_by(self.outcomes[0]),
         }
 
     def rows(self, top: int) -> list[dict[str, str]]:

@@ -93,7 +93,7 @@ class Outcome:
         """The share of the devices' arithmetic that is used."""
         return self.flops / self.step / self.peak_flops
 
-    def loses(self, best: Outcome) -> str:
+    def loses_by(self, best: Outcome) -> str:
         """Why this is not the best layout."""
         if not self.fits:
             return "does not fit"
@@ -192,7 +192,7 @@ class Search:
         blocks = self._measure(Layout(precision=self.precision), _FEW).activations.blocks
         for degrees in self._degrees():
             ways = _RECOMPUTE if blocks else _RECOMPUTE[:1]
-            for parts, recompute, precision in product(self._plan(degrees).parts(), ways, self.precisions):
+            for parts, recompute, precision in product(self._plan(degrees).microbatch_counts(), ways, self.precisions):
                 if degrees.pipeline > 1 and parts > _MOST * degrees.pipeline:
                     continue
                 layout = replace(degrees, accumulation=parts, recompute=recompute, precision=precision)
@@ -296,7 +296,7 @@ class Search:
             waits = compute * bubble(plan.order(parts), len(stage_ranks(layout.schedule, layout.pipeline)))
         owned = max(4.0 * sizes.trained for sizes in plan.sizes) / layout.shard
         update = slowdown * owned * self._update / (device.bandwidth * device.efficiency.get("pass", 1.0))
-        exchange = slowdown * self.exchange(layout, images, forward, backward)
+        exchange = slowdown * self.exchange_seconds(layout, images, forward, backward)
         step = (compute + waits + update + exchange) / cluster.efficiency
         loader = None
         if self.config.data.has_photographs:
@@ -328,7 +328,7 @@ class Search:
             compiled=compiled,
         )
 
-    def exchanged(self, layout: Layout) -> dict[str, float]:
+    def exchanged_bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes that the first rank exchanges in a step, whole ones, by the collective's name."""
         images = self.batch // (layout.data * layout.accumulation)
         found = defaultdict(float, self._weights(layout))
@@ -385,7 +385,7 @@ class Search:
         ]
         return found
 
-    def exchange(self, layout: Layout, images: int, forward: float, backward: float) -> float:
+    def exchange_seconds(self, layout: Layout, images: int, forward: float, backward: float) -> float:
         """Seconds of exchanges that no arithmetic hides, of a step.
 
         Args:

@@ -170,7 +170,7 @@ def make_step(
     """
     loss = build.loss(config, switches, world.device, network.last_layer().out_features, train)
     adapted = build.freeze(config, network)
-    pipeline = build.cut(config, network, world)
+    pipeline = build.split_into_stages(config, network, world)
     kind: Callable[..., Step] = Step if pipeline is None else PipelinedStep
     if switches.cuda_graphs == "on":
         make_recordable(network, world)

@@ -60,14 +60,14 @@ def _what_fits(made: MemoryPlan) -> str:
     """How a step that did not fit would fit; without asking other ranks, which may be waiting for this one
     elsewhere."""
     fewest = made.config.optim.microbatches
-    steps = min((parts for parts in made.parts() if parts > fewest), default=None)
+    steps = min((parts for parts in made.microbatch_counts() if parts > fewest), default=None)
     memory = device_memory(made.config, World(0, 1, made.world.device))
     # If the plan cannot measure the network, any more microbatches are a try.
     with suppress(UserError):
         if memory is not None:
-            steps = made.fitting(memory, more_than=fewest)
+            steps = made.fewest_microbatches(memory, more_than=fewest)
             if steps is None:
-                other = made.elsewhere(memory)
+                other = made.way_out(memory)
                 return f"it {other}, or " if other else ""
     if steps is None:
         return "use parallel=fsdp on more ranks, speed.recompute=full, or "

@@ -222,8 +222,9 @@ def _needless_degrees(run: Run) -> Iterator[str]:
     if not ones or memory is None or config.data.global_batch_size % world.size:
         return
     whole = config.with_values(parallel={"name": config.parallel.facts.name, **ones})
+    made = MemoryPlan.imagined(whole, world.device, world.size, len(run.classes))
     with suppress(UserError):
-        if MemoryPlan.imagined(whole, world.device, world.size, len(run.classes)).fitting(memory) is not None:
+        if made.fewest_microbatches(memory) is not None:
             without = " ".join(f"parallel.{key}=1" for key in ones)
             yield (
                 f"parallel: a step fits with {without}, and is faster unless links are slow; compare them with "

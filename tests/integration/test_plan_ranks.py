@@ -41,7 +41,7 @@ def test_ranks_exchange_what_the_plan_says(ranks: list[dict[str, dict[str, Any]]
     """To the byte, except what is small."""
     chosen = LAYOUTS[layout]
     planned, counted = (
-        Search(configured(chosen), cluster("h100x4"), CLASSES).exchanged(chosen),
+        Search(configured(chosen), cluster("h100x4"), CLASSES).exchanged_bytes(chosen),
         ranks[0][layout]["exchanged"],
     )
     for kind in planned.keys() | counted.keys():

@@ -229,7 +229,7 @@ def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
 def test_no_way_out_is_one_that_the_settings_refuse(settings: str, refused: str) -> None:
     config = config_of(*VIT[1:], "precision=amp_bf16", *settings.split(), name=VIT[0])
     made = MemoryPlan.imagined(config, torch.device("cuda"), 1, 10)
-    assert all(refused not in made.elsewhere(memory) for memory in (2e6, 10e6))
+    assert all(refused not in made.way_out(memory) for memory in (2e6, 10e6))
 
 
 def test_ranks_that_divide_experts_look_for_a_way_out_in_their_groups() -> None:
@@ -237,7 +237,7 @@ def test_ranks_that_divide_experts_look_for_a_way_out_in_their_groups() -> None:
     config = config_of(*settings, name="vit_moe_digits")
     with group({"expert": 2}, None) as mesh:
         made = MemoryPlan(config, World(0, 2, torch.device("cpu"), experts=mesh), 10)
-        assert made.elsewhere(1e3) == ""
+        assert made.way_out(1e3) == ""
 
 
 def test_groups_that_are_gone_are_not_asked_for() -> None:
@@ -274,7 +274,7 @@ def test_networks_of_one_class_are_measured_each(monkeypatch: pytest.MonkeyPatch
 def test_mixing_gets_two_images() -> None:
     mixes = ("augment.mixup_alpha=0.8", "data.global_batch_size=12")
     config = config_of(*VIT[1:], "precision=fp32", *mixes, name=VIT[0])
-    assert MemoryPlan(config, ALONE, 10).parts() == [6, 4, 3, 2, 1]
+    assert MemoryPlan(config, ALONE, 10).microbatch_counts() == [6, 4, 3, 2, 1]
 
 
 def test_stages_take_turns_with_four_microbatches_each() -> None:

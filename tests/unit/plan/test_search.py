@@ -149,7 +149,7 @@ def test_what_ranks_exchange_of_weights_is_copied_too(search: Search) -> None:
     links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0), "accelerator": device, "cores": 8}
     found = Search(search.config, search.cluster.model_copy(update=links), 10)
     for layout in (Layout(1, 16, precision="fp32"), Layout(16, precision="fp32")):
-        copied = 2 * sum(found.exchanged(layout).values()) / (device.bandwidth * device.efficiency["pass"])
+        copied = 2 * sum(found.exchanged_bytes(layout).values()) / (device.bandwidth * device.efficiency["pass"])
         assert found.outcome(layout).exchange == pytest.approx(copied, rel=0.2)
 
 
@@ -164,14 +164,14 @@ def test_experts_are_divided_beside_all_else() -> None:
     divided, whole = (Layout(1, 8, tensor=2, expert=expert) for expert in (2, 1))
     assert search.outcome(divided).exchange > search.outcome(whole).exchange
     assert search.outcome(divided).state < 1.01 * search.outcome(whole).state
-    assert search.exchanged(divided)["all_reduce"] == search.exchanged(whole)["all_reduce"] > 0
+    assert search.exchanged_bytes(divided)["all_reduce"] == search.exchanged_bytes(whole)["all_reduce"] > 0
 
 
 def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(search: Search) -> None:
     (sizes,) = search.one.sizes
     weights = sizes.trained
-    assert search.exchanged(Layout(16)) == {"all_reduce": 4.0 * weights}
-    found = search.exchanged(Layout(2, 8))
+    assert search.exchanged_bytes(Layout(16)) == {"all_reduce": 4.0 * weights}
+    found = search.exchanged_bytes(Layout(2, 8))
     assert found["reduce_scatter"] == 4.0 * weights
     assert found["all_reduce"] == 4.0 * weights / 8
     assert 2.0 * weights < found["all_gather"] < 4.0 * weights
@@ -180,7 +180,7 @@ def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(searc
 def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) -> None:
     found = search.outcomes()
     assert found == sorted(found, key=lambda each: (not each.fits, each.step))
-    assert found[0].loses(found[0]) == ""
+    assert found[0].loses_by(found[0]) == ""
     # One layout of each set of keys.
     by_keys = {tuple(each.partition("=")[0] for each in outcome.layout.overrides): outcome.layout for outcome in found}
     for each in by_keys.values():
@@ -231,7 +231,7 @@ def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
     layouts = Search(files, slow, 10).outcomes()
     assert len({each.step for each in layouts if each.fits}) == 1
     assert layouts[0].busy == min(each.busy for each in layouts if each.fits)
-    assert {each.loses(layouts[0]) for each in layouts if each.fits} == {""}
+    assert {each.loses_by(layouts[0]) for each in layouts if each.fits} == {""}
     # Small arrays take no time.
     assert Search(config_of("data=digits", *VIT[1:]), slow, 10).outcome(Layout(16)).loader is None
 
