@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +53,13 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
     _note_lone_tasks()
     with ExitStack() as group, ExitStack() as watch:
         try:
-            facts, grid = settings.facts, _grid(settings, size)
+            facts = settings.facts
+            # Refuses degrees before ranks wait for each other.
+            _grid(settings, size)
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda:
                 need_cuda(chosen, f"parallel.name: {facts.name}", "parallel=fsdp")
-            tensor, pipeline = settings.tensor_degree, settings.pipeline_degree
-            world = World(rank, size, chosen, local_rank=local_rank, tensor=tensor, pipeline=pipeline)
+            world = World(rank, size, chosen, local_rank=local_rank)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.
@@ -65,12 +67,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
                 backends = _backends(settings.backend, chosen, facts)
                 # The monitor knows where the ranks are and so reports first.
                 timeout = timedelta(seconds=settings.timeout_seconds + report_seconds(settings.timeout_seconds))
-                world = _join(group, world, backends, settings.timeout_seconds, timeout)
-                same = {"tensor": tensor, "pipeline": pipeline}
-                if facts.has_mesh or pipeline > 1:
-                    world = replace(world, mesh=make_mesh(chosen.type, *grid, timeout, **same))
-                if (expert := settings.expert_degree) > 1:
-                    world = replace(world, experts=make_mesh(chosen.type, *grid, timeout, expert=expert, **same))
+                world = divide(_join(group, world, backends, settings.timeout_seconds, timeout), settings)
             if size > 1:
                 monitor = watch.enter_context(_monitor(world, settings.timeout_seconds))
                 world = replace(world, monitor=monitor)
@@ -84,6 +81,16 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
                 group.pop_all()
                 error.add_note(f"(rank {rank} of {size})")
             raise
+
+
+def divide(world: World, settings: Parallel) -> World:
+    """Connected ranks with the meshes of a strategy and its degrees; all ranks call this."""
+    tensor, expert, pipeline = settings.tensor_degree, settings.expert_degree, settings.pipeline_degree
+    grid = _grid(settings, world.size)
+    make = partial(make_mesh, world.device.type, *grid, world.timeout, tensor=tensor, pipeline=pipeline)
+    mesh = make() if settings.facts.has_mesh or pipeline > 1 else None
+    experts = make(expert=expert) if expert > 1 else None
+    return replace(world, mesh=mesh, experts=experts, tensor=tensor, pipeline=pipeline)
 
 
 def _grid(settings: Parallel, ranks: int) -> tuple[int | None, int]:
@@ -237,7 +244,7 @@ def make_mesh(
     device: str,
     replicate: int | None,
     shard: int,
-    timeout: timedelta,
+    timeout: timedelta | None,
     *,
     tensor: int = 1,
     expert: int = 1,

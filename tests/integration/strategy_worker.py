@@ -11,8 +11,6 @@ for the device, but for those that ask it whether gradients were finite, as Fair
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import json
 import os
 import sys
@@ -24,7 +22,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
@@ -33,7 +30,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.prepare import to_device
 from pycls_fast.models import resnet
-from pycls_fast.parallel.launch import _grid, make_mesh, start_world
+from pycls_fast.parallel.launch import _grid, divide, start_world
 from pycls_fast.parallel.world import World
 from pycls_fast.strategies import Parallel
 from pycls_fast.train.display import Display
@@ -109,32 +106,24 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     return whole(state)
 
 
-_MESHES: dict[tuple[Any, ...], DeviceMesh] = {}
+_WORLDS: dict[tuple[Any, ...], World] = {}
 
 
 def divided(world: World, config: RunConfig) -> World:
     """The same ranks with the meshes of a configuration; a process cannot leave and join the same ranks again."""
-    own, facts = config.parallel, config.parallel.facts
-    parts = {"tensor": own.tensor_degree, "pipeline": own.pipeline_degree}
-    grid = _grid(own, world.size)
-
-    def mesh(expert: int) -> DeviceMesh:
-        key = (*grid, expert, *parts.values())
-        if key not in _MESHES:
-            timeout = datetime.timedelta(seconds=600)
-            _MESHES[key] = make_mesh(world.device.type, *grid, timeout, expert=expert, **parts)
-        return _MESHES[key]
-
-    has_mesh = facts.has_mesh or own.pipeline_degree > 1
-    experts = mesh(own.expert_degree) if own.expert_degree > 1 else None
-    return dataclasses.replace(world, mesh=mesh(1) if has_mesh else None, experts=experts, **parts)
+    own = config.parallel
+    degrees = (own.tensor_degree, own.expert_degree, own.pipeline_degree)
+    key = (own.facts.has_mesh, *_grid(own, world.size), *degrees)
+    if key not in _WORLDS:
+        _WORLDS[key] = divide(world, own)
+    return _WORLDS[key]
 
 
 def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """One after another; the first fault ends the process."""
     torch.set_num_threads(1)
     # Those of another launch, if this is the process of the tests.
-    _MESHES.clear()
+    _WORLDS.clear()
     # One rank has a process group only for a strategy that needs one.
     shares = any(f"parallel={name}" in case["overrides"] for case in cases.values() for name in ("ddp", "fsdp", "hsdp"))
     with (
