@@ -64,8 +64,8 @@ def main() -> None:
         files = scan_classes(options.path)
         packed = pack_copies(files, Path(folder))
         tables = {
-            "Training: RandomResizedCrop, flip": train_arms(options, files, packed),
-            "Evaluation: resize to 256, centre crop": eval_arms(options, files, packed),
+            "Training: RandomResizedCrop, flip": pipelines(options, files, packed, training=True),
+            "Evaluation: resize to 256, centre crop": pipelines(options, files, packed, training=False),
         }
         for arms in tables.values():
             take_turns(arms, options.rounds, clock, warmup=1)
@@ -98,27 +98,18 @@ def pack_copies(files: Images, folder: Path) -> dict[str, Images]:
     return made
 
 
-def train_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Contender]:
-    """Pipelines for random resized crop and flip; the references, torchvision and timm, come first."""
-    arms = [torchvision_arm(options, training=True), timm_arm(options, training=True)]
-    arms += dali_arms(options)
-    arms += [ours(options, files, decoder, training=True) for decoder in usable_decoders()]
-    arms.append(ours(options, packed["encoded"], "region", training=True, where="packed JPEGs"))
-    arms.append(ours(options, packed["raw"], "region", training=True, where="packed raw"))
+def pipelines(
+    options: argparse.Namespace, files: Images, packed: dict[str, Images], *, training: bool
+) -> list[Contender]:
+    """All for random resized crop and flip, or for resize and centre crop; torchvision's and timm's come first."""
+    arms = [torchvision_arm(options, training=training), timm_arm(options, training=training)]
+    arms += dali_arms(options) if training else []
+    decoders = [name for name in DECODERS if name != "simplejpeg" or importlib.util.find_spec("simplejpeg")]
+    arms += [ours(options, files, decoder, training=training) for decoder in decoders]
+    arms.append(ours(options, packed["encoded"], "region", training=training, where="packed JPEGs"))
+    if training:
+        arms.append(ours(options, packed["raw"], "region", training=training, where="packed raw"))
     return arms
-
-
-def eval_arms(options: argparse.Namespace, files: Images, packed: dict[str, Images]) -> list[Contender]:
-    """Pipelines for resize and centre crop; the references, torchvision and timm, come first."""
-    arms = [torchvision_arm(options, training=False), timm_arm(options, training=False)]
-    arms += [ours(options, files, decoder, training=False) for decoder in usable_decoders()]
-    arms.append(ours(options, packed["encoded"], "region", training=False, where="packed JPEGs"))
-    return arms
-
-
-def usable_decoders() -> list[str]:
-    """The values of `speed.decode` that run here."""
-    return [name for name in DECODERS if name != "simplejpeg" or importlib.util.find_spec("simplejpeg")]
 
 
 def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Contender:

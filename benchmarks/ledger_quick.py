@@ -47,16 +47,8 @@ def train(folder: Path, experiment: str, overrides: list[str]) -> None:
     """One training in a process with one thread."""
     if (folder / "summary.json").is_file():
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pycls_fast",
-        "train",
-        "--config-name",
-        experiment,
-        text_override("run_dir", str(folder)),
-        *overrides,
-    ]
+    words = ["train", "--config-name", experiment, text_override("run_dir", str(folder)), *overrides]
+    command = [sys.executable, "-m", "pycls_fast", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

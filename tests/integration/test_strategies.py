@@ -63,18 +63,9 @@ MODELS = {
 PRECISIONS = (("fp32", 1), ("fp32", 4), ("bf16_params", 4))
 # SGD, for AdamW makes much of the rounding of gradients that are zero (the biases of the keys).
 COMMON = [
-    "optim=sgd",
-    "optim.lr=0.05",
-    "optim.weight_decay=0.01",
-    "optim.clip_norm=0.5",
-    "optim.ema_decay=0.9",
-    "data.global_batch_size=32",
-    "data.num_workers=0",
-    "schedule.epochs=1",
-    "schedule.warmup_epochs=0",
-    f"schedule.max_steps={STEPS}",
-    "augment=none",
-    "trackers=[]",
+    *("optim=sgd", "optim.lr=0.05", "optim.weight_decay=0.01", "optim.clip_norm=0.5", "optim.ema_decay=0.9"),
+    *("data.global_batch_size=32", "data.num_workers=0", "augment=none", "trackers=[]"),
+    *("schedule.epochs=1", "schedule.warmup_epochs=0", f"schedule.max_steps={STEPS}"),
 ]
 # Those that do not divide a block; the others are compared in float64 (`WHOLE`), and in 16 bits.
 UNDIVIDED = ("ddp", "zero2", "zero3", "hsdp", "fairscale2", "fairscale3", "oss")
