@@ -75,16 +75,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {minutes:g} minutes are over")
 
 
-PICTURES = {"pycls_fast.train.validation": "draw_curves", "pycls_fast.train.summary": "draw_confusion"}
+PICTURES = (("validation", "draw_curves"), ("summary", "draw_curves"), ("summary", "draw_confusion"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[None]:
     """Runs in this process draw no pictures, which takes half of the time of a small one; see `drawn`."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in PICTURES.items():
-            if module in sys.modules:
-                patch.setattr(sys.modules[module], name, lambda *arguments: None)
+        for module, name in PICTURES:
+            if (place := f"pycls_fast.train.{module}") in sys.modules:
+                patch.setattr(f"{place}.{name}", lambda *arguments: None)
         yield
 
 
@@ -93,8 +93,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are drawn."""
     from pycls_fast.train import pictures
 
-    for module, name in PICTURES.items():
-        monkeypatch.setattr(sys.modules[module], name, getattr(pictures, name))
+    for module, name in PICTURES:
+        monkeypatch.setattr(f"pycls_fast.train.{module}.{name}", getattr(pictures, name))
 
 
 @pytest.fixture

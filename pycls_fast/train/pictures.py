@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 
-def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw the four panels from lines of `metrics.jsonl`; null values are left out."""
+def draw_curves(run: Run) -> None:
+    """Draw the four panels of `curves.png` from `metrics.jsonl`, without null values; on the main rank."""
     from matplotlib.figure import Figure
 
-    records = list(records)
+    records, file = list(run.folder.records()), run.folder.path / "curves.png"
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     # A Figure without pyplot: no global state, no display needed.
     figure = Figure(figsize=(10, 6.4), layout="constrained")
-    figure.suptitle(title, fontsize=11, parse_math=False)
+    figure.suptitle(run.config.config_name, fontsize=11, parse_math=False)
     (loss, accuracy), (rate, speed) = figure.subplots(2, 2)
     for axes, key, label in ((loss, "loss", "training"), (rate, "lr", ""), (speed, "images_per_second", "")):
         _line(axes, train, key, label, "-")
@@ -65,7 +65,7 @@ def draw_curves(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
             axes.legend(fontsize=8)
     speed.set_ylim(bottom=0)
     # Rank 0 may be killed while it draws; a half-written picture must not replace a complete one.
-    with atomic_write(path) as temporary:
+    with writing(file), atomic_write(file) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 

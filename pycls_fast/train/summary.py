@@ -14,9 +14,9 @@ from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import writing
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
-from pycls_fast.train.pictures import draw_confusion, write_page
+from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run_state import Run
-from pycls_fast.train.validation import best_of, draw_run_curves, primary_records
+from pycls_fast.train.validation import primary_and_best
 from pycls_fast.train.weights import open_weights, write_weights
 
 
@@ -57,7 +57,7 @@ def summarise(
 
 def _draw(run: Run) -> None:
     """Draw the curves, and the confusion matrix of the latest evaluation."""
-    draw_run_curves(run)
+    draw_curves(run)
     matrix = run.folder.path / "confusion.png"
     if run.folder.predictions.is_file():
         counts = confusion(Predictions.load(run.folder.predictions), len(run.classes))
@@ -86,8 +86,7 @@ def _is_complete(run: Run) -> bool:
 
 def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
     """The values of `summary.json`; see `summarise`."""
-    primary = primary_records(run)
-    best = best_of(run, primary)
+    primary, best = primary_and_best(run)
     step_seconds, rate = clock.medians()
     signal, steps = (None, run.total_steps) if stopped is None else stopped
     return {

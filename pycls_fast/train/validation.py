@@ -47,16 +47,15 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
     return max(index for index, score in enumerate(scores) if score <= worst)
 
 
-def best_of(run: Run, primary: Sequence[Mapping[str, Any]]) -> int | None:
-    """`best_evaluation` as the run's configuration defines it."""
-    schedule = run.config.schedule
-    return best_evaluation(primary, schedule.best_metric, schedule.best_tolerance)
+def primary_and_best(run: Run) -> tuple[list[dict[str, Any]], int | None]:
+    """The `primary_records`, and the index of the best as the run's configuration defines it; on the main rank."""
+    primary, schedule = primary_records(run), run.config.schedule
+    return primary, best_evaluation(primary, schedule.best_metric, schedule.best_tolerance)
 
 
 def early_stop(run: Run) -> tuple[dict[str, Any], int] | None:
     """The best evaluation and the number after it, if there are enough of these to stop early; on the main rank."""
-    limit, primary = run.config.schedule.early_stopping_evals, primary_records(run)
-    best = best_of(run, primary)
+    limit, (primary, best) = run.config.schedule.early_stopping_evals, primary_and_best(run)
     if limit is None or best is None or (waited := len(primary) - 1 - best) < limit:
         return None
     return primary[best], waited
@@ -144,11 +143,11 @@ class Evaluations:
         run = self.run
         if not run.world.is_main:
             return
-        evaluations = primary_records(run)
+        evaluations, best = primary_and_best(run)
         newest = next(checkpoints(run.folder.checkpoints), None)
-        if newest is None or not evaluations or evaluations[-1]["step"] != step_of(newest):
+        if newest is None or best is None or evaluations[-1]["step"] != step_of(newest):
             return
-        if best_of(run, evaluations) != len(evaluations) - 1:
+        if best != len(evaluations) - 1:
             return
         try:
             saving.keep_as_best(newest)
@@ -161,13 +160,6 @@ class Evaluations:
         """Draw the curves, unless that would take more than a hundredth of the time."""
         if self.run.world.is_main and time.monotonic() >= self._next_drawing:
             started = time.monotonic()
-            draw_run_curves(self.run)
+            draw_curves(self.run)
             ended = time.monotonic()
             self._next_drawing = ended + (ended - started) / _DRAWING_SHARE
-
-
-def draw_run_curves(run: Run) -> None:
-    """Draw `curves.png` into the run folder; on the main rank."""
-    file = run.folder.path / "curves.png"
-    with writing(file):
-        draw_curves(run.folder.records(), file, run.config.config_name)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,14 +47,10 @@ class Service:
         self.runs: dict[str, Seen] = {}
         self.on_start = self.on_values = self.on_end = lambda: None
 
-    def modules(self) -> dict[str, ModuleType]:
+    def modules(self) -> dict[str, Any]:
         """The package's modules."""
-        entities = ModuleType("mlflow.entities")
-        entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
-        entities.Metric = lambda *values: values  # type: ignore[attr-defined]
-        package = ModuleType(self.package)
-        vars(package).update(MlflowClient=lambda: self, init=self.init, __file__="__init__.py")
-        return {self.package: package, "mlflow.entities": entities}
+        entities = SimpleNamespace(Param=lambda *pair: pair, Metric=lambda *values: values)
+        return {self.package: SimpleNamespace(MlflowClient=lambda: self, init=self.init), "mlflow.entities": entities}
 
     def init(self, *, project: str, name: str, dir: Path, id: str, config: dict[str, Any], **others: Any) -> Any:  # noqa: A002
         """`wandb.init`."""
@@ -100,11 +96,11 @@ class Service:
         seen = self.runs[run_id]
         assert synchronous == (not metrics)
         assert len(params) <= 100
-        for param in params:
+        for key, value in params:
             # As MLflow, which refuses another value.
-            assert param.key not in seen.settings
-            assert isinstance(param.value, str)
-            seen.settings[param.key] = param.value
+            assert key not in seen.settings
+            assert isinstance(value, str)
+            seen.settings[key] = value
         for name, value, time_ms, step in metrics:
             assert time_ms > 1_700_000_000_000
             if name.startswith(("final/", "best/")):
