@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -141,6 +142,19 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
     assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_a_kill_at_the_end_has_left_out_is_written_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("pycls_fast.train.summary.write_page", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    assert not (tmp_path / "summary.json").exists()
+    run(tmp_path)
+    assert all((tmp_path / name).exists() for name in ("best.safetensors", "index.html", "summary.json"))
 
 
 @pytest.mark.parametrize(
