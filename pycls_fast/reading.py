@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 
 TEXT_BYTES = 1 << 28
 """The largest file of JSON, and the longest header of weights."""
@@ -153,43 +162,9 @@ _Pair = Annotated[list[Item], Field(min_length=2, max_length=2)]
 _Colors = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
-class _Batches(Saved):
-    global_batch_size: PositiveInt | str
-    image_size: PositiveInt | _Pair[PositiveInt]
-    root: str | None = None
-    mean: _Colors
-    std: _Colors
-    exif_orientation: bool
-    transparent: str
-    label_separator: str | None
-
-
-class _Evaluation(Saved):
-    eval_crop: str
-    eval_crop_ratio: float
-    interpolation: str
-
-
-class _Named(Saved):
-    name: str
-
-
-class _Accumulation(_Named):
-    accumulation_steps: PositiveInt | Literal["auto"]
-
-
-class _Threads(Saved):
-    threads: PositiveInt | None
-
-
-class _Switches(Saved):
-    preset: str
-    decode: str | None
-
-
-class _Parallel(Saved):
-    tensor_degree: PositiveInt
-    pipeline_degree: PositiveInt
+def _at(section: str, key: str, **default: Any) -> Any:
+    """A field that is read from a section of a configuration."""
+    return Field(validation_alias=AliasPath(section, key), **default)
 
 
 class SavedConfiguration(Saved):
@@ -198,14 +173,26 @@ class SavedConfiguration(Saved):
     config_name: str
     weights: str | None = None
     model: dict[str, Any]
-    augment: _Evaluation
-    data: _Batches
-    optim: _Accumulation
-    precision: _Named
-    loss: _Named
-    parallel: _Parallel
-    speed: _Switches
-    runtime: _Threads
+    eval_crop: str = _at("augment", "eval_crop")
+    eval_crop_ratio: float = _at("augment", "eval_crop_ratio")
+    interpolation: str = _at("augment", "interpolation")
+    global_batch_size: PositiveInt | str = _at("data", "global_batch_size")
+    image_size: PositiveInt | _Pair[PositiveInt] = _at("data", "image_size")
+    root: str | None = _at("data", "root", default=None)
+    mean: _Colors = _at("data", "mean")
+    std: _Colors = _at("data", "std")
+    exif_orientation: bool = _at("data", "exif_orientation")
+    transparent: str = _at("data", "transparent")
+    label_separator: str | None = _at("data", "label_separator")
+    optimizer: str = _at("optim", "name")
+    accumulation_steps: PositiveInt | Literal["auto"] = _at("optim", "accumulation_steps")
+    precision_name: str = _at("precision", "name")
+    loss_name: str = _at("loss", "name")
+    tensor_degree: PositiveInt = _at("parallel", "tensor_degree")
+    pipeline_degree: PositiveInt = _at("parallel", "pipeline_degree")
+    preset: str = _at("speed", "preset")
+    decode: str | None = _at("speed", "decode")
+    threads: PositiveInt | None = _at("runtime", "threads")
 
 
 class SavedWeights(Saved):

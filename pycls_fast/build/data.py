@@ -260,12 +260,4 @@ def with_preprocessing(config: RunConfig, about: Preprocessing, kept: Collection
 
 def mixer(config: RunConfig) -> Mixer | None:
     """Mixup and CutMix, or None when both are off. Batches that were mixed on the host are left unchanged."""
-    augment = config.augment
-    if not augment.mixes:
-        return None
-    return Mixer(
-        mixup_alpha=augment.mixup_alpha,
-        cutmix_alpha=augment.cutmix_alpha,
-        switch_probability=augment.mix_switch_probability,
-        probability=augment.mix_probability,
-    )
+    return Mixer(config.augment) if config.augment.mixes else None

@@ -13,21 +13,20 @@ import torch
 from torch import nn
 
 from pycls_fast.data.batch import Batch
+from pycls_fast.data.choices import Augment
 from pycls_fast.seeds import counter_seed, frozen_generator
 
 
 @dataclass(frozen=True)
 class Mixer:
     """Mixes image i with image i - 1 (the first with the last), all with one lam: mixup (Zhang et al. 2017) or CutMix
-    (Yun et al. 2019), as the keys of `augment` say; one of the alphas is not 0.
+    (Yun et al. 2019).
 
     All draws are made on the host from the step's seed, so nothing waits for the device.
     """
 
-    mixup_alpha: float = 0.0
-    cutmix_alpha: float = 0.0
-    switch_probability: float = 0.5
-    probability: float = 1.0
+    augment: Augment
+    """One of its alphas is not 0."""
 
     def __call__(self, images_BCHW: torch.Tensor, seed: int) -> tuple[torch.Tensor, float]:
         """The mixed images (new memory, or the same tensor if nothing was mixed), and lam, the share of the image
@@ -41,13 +40,14 @@ class Mixer:
         self, generator: np.random.RandomState, height: int, width: int
     ) -> tuple[float, tuple[int, int, int, int] | None]:
         """Draw lam, and the box of CutMix; lam is 1 where nothing is mixed."""
-        if generator.random_sample() >= self.probability:
+        mixup_alpha, cutmix_alpha = self.augment.mixup_alpha, self.augment.cutmix_alpha
+        if generator.random_sample() >= self.augment.mix_probability:
             return 1.0, None
-        one_way = 0.0 if self.cutmix_alpha == 0 else 1.0
-        cutmix_probability = self.switch_probability if min(self.mixup_alpha, self.cutmix_alpha) > 0 else one_way
+        one_way = 0.0 if cutmix_alpha == 0 else 1.0
+        cutmix_probability = self.augment.mix_switch_probability if min(mixup_alpha, cutmix_alpha) > 0 else one_way
         if generator.random_sample() >= cutmix_probability:
-            return float(generator.beta(self.mixup_alpha, self.mixup_alpha)), None
-        lam = float(generator.beta(self.cutmix_alpha, self.cutmix_alpha))
+            return float(generator.beta(mixup_alpha, mixup_alpha)), None
+        lam = float(generator.beta(cutmix_alpha, cutmix_alpha))
         center_y, center_x = int(generator.randint(height)), int(generator.randint(width))
         top, bottom, left, right = box = cutmix_box(lam, height, width, center_y, center_x)
         # The box is clipped at the borders and its sides are whole pixels, so its true share is computed.

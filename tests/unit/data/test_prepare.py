@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchvision.transforms import v2
 
 from pycls_fast import build
 from pycls_fast.data.batch import Batch
+from pycls_fast.data.choices import Augment
 from pycls_fast.data.prepare import Mixer, Prepare, cutmix, cutmix_box, mixup, to_device
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.losses import Targets
@@ -224,7 +224,7 @@ def test_same_formula_as_torchvision(kind: str, seed: int) -> None:
 
 
 EIGHT = torch.tensor([3, 1, 4, 1, 5, 0, 2, 2])
-MIXER = Mixer(mixup_alpha=0.8, cutmix_alpha=1.0, probability=0.9)
+MIXER = Mixer(Augment(mixup_alpha=0.8, cutmix_alpha=1.0, mix_probability=0.9))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -253,7 +253,7 @@ def test_only_the_seed_decides_how_is_mixed() -> None:
 
 def test_layout_is_kept() -> None:
     images_BCHW = random_images().float().contiguous(memory_format=torch.channels_last)
-    for mixer in (Mixer(mixup_alpha=0.8), Mixer(cutmix_alpha=0.8)):
+    for mixer in (Mixer(Augment(mixup_alpha=0.8)), Mixer(Augment(cutmix_alpha=0.8))):
         mixed_BCHW, _ = mixer(images_BCHW, 1)
         assert mixed_BCHW.dtype == torch.float32
         assert mixed_BCHW.is_contiguous(memory_format=torch.channels_last)
@@ -261,7 +261,7 @@ def test_layout_is_kept() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mixer", [Mixer(mixup_alpha=0.8), Mixer(cutmix_alpha=0.8)])
+@pytest.mark.parametrize("mixer", [Mixer(Augment(mixup_alpha=0.8)), Mixer(Augment(cutmix_alpha=0.8))])
 def test_cuda_mixes_as_the_cpu_and_keeps_the_layout(mixer: Mixer) -> None:
     images_BCHW = random_images().float().contiguous(memory_format=torch.channels_last)
     expected_BCHW, _ = mixer(images_BCHW, 1)
@@ -274,7 +274,8 @@ def test_cuda_mixes_as_the_cpu_and_keeps_the_layout(mixer: Mixer) -> None:
 def test_distribution_is_timm_s(mixup: float, cutmix: float) -> None:
     """Shares of the labels over many batches, by their mean and spread, from independent draws."""
     ours, theirs = [], []
-    mixer = replace(MIXER, mixup_alpha=mixup, cutmix_alpha=cutmix, probability=0.7, switch_probability=0.4)
+    keys = {"mixup_alpha": mixup, "cutmix_alpha": cutmix, "mix_probability": 0.7, "mix_switch_probability": 0.4}
+    mixer = Mixer(Augment(**keys))
     reference = Mixup(mixup, cutmix, prob=0.7, switch_prob=0.4, mode="batch", label_smoothing=0.0, num_classes=8)
     images_BCHW = torch.zeros(8, 1, 16, 16)
     own = torch.arange(8)
