@@ -325,9 +325,8 @@ def parse_record(line: str) -> dict[str, Any] | None:
     """A line of `metrics.jsonl`; None for half a line, as a kill leaves it, and for one with fields that are wrong."""
     try:
         record = parse_json(line)
-        kind, event = check(_Record, record).kind, record.get("event")
-        schema = _RECORDS.get(kind, _Record)
-        check(_RECORDS.get(event, schema) if schema is _Event and isinstance(event, str) else schema, record)
+        kind = check(_Record, record).kind
+        check(_RECORDS.get(str(record.get("event")), _RECORDS.get(kind, _Record)), record)
     except ValueError:
         return None
     return dict(record)

@@ -175,11 +175,9 @@ def match_classes(source: Images, classes: Sequence[str], *, where: str, of: str
             "classes as there, or remove these images"
         )
     position = {name: label for label, name in enumerate(classes)}
-    if source.label_sets is not None:
-        moved = np.zeros((len(source.label_sets), len(classes)), dtype=bool)
-        for own, is_true_L in zip(source.classes, source.label_sets.T, strict=True):
-            if own in position:
-                moved[:, position[own]] = is_true_L
-        return Subset(source, classes=classes, label_sets=moved)
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)
-    return Subset(source, classes=classes, new_label=new_label)
+    if source.label_sets is None:
+        return Subset(source, classes=classes, new_label=new_label)
+    moved = np.zeros((len(source.label_sets), len(classes)), dtype=bool)
+    moved[:, new_label[new_label >= 0]] = source.label_sets[:, new_label >= 0]
+    return Subset(source, classes=classes, label_sets=moved)
