@@ -29,7 +29,7 @@ from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.remote import fetch_ahead
+from pycls_fast.data.sources.fetch_ahead import fetch_ahead
 from pycls_fast.errors import UserError, first_line, refusing
 
 

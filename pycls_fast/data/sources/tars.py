@@ -19,7 +19,7 @@ from pycls_fast.data.source import Files, Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build, progress
-from pycls_fast.data.sources.remote import CachedShards, ShardCache, is_remote, open_whole, read_range, stamp_of
+from pycls_fast.data.sources.remote import ShardCache, is_remote, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError
 from pycls_fast.files import user_path
@@ -33,7 +33,7 @@ _SMALLEST = 1_000
 _KEY_AND_EXTENSION = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$")
 
 
-class TarImages(CachedShards):
+class TarImages(Images):
     """Images in uncompressed tar files, in the order of files and members."""
 
     def __init__(self, where: str, stamps: Sequence[Any], index: Index, cache: ShardCache | None) -> None:
@@ -46,7 +46,7 @@ class TarImages(CachedShards):
             cache: keeps whole remote shards; None reads each image separately over the network.
         """
         self.classes, self.labels, self.label_sets = index.labels
-        self.block_ends = index.more["block_ends"]
+        self.block_ends: np.ndarray = index.more["block_ends"]
         self.cache = cache
         self._places = index.more["places"]
         self._texts: Texts = index.names
@@ -57,6 +57,7 @@ class TarImages(CachedShards):
         self.prefers_blocks = is_remote(stamps[0][0])
 
     def shard(self, number: int) -> tuple[str, str, int | None]:
+        """Address, version and size in bytes (None if unknown) of a shard."""
         address, size, version = self._stamps[number]
         return address, str(version), size
 

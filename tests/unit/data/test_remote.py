@@ -24,7 +24,7 @@ from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources import remote
 from pycls_fast.data.sources.base import Images, Subset
-from pycls_fast.data.sources.remote import Fetcher, fetch_ahead
+from pycls_fast.data.sources.fetch_ahead import Fetcher, fetch_ahead
 from pycls_fast.data.sources.tars import TarImages
 from pycls_fast.data.transforms import EvalTransform
 from pycls_fast.errors import UserError
