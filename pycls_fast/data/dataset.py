@@ -14,6 +14,7 @@ from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
 from pycls_fast.data.decoders import DECODERS, Open
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.sources.remote import PAUSES
 from pycls_fast.data.to_rgb import DamagedImage, why
 from pycls_fast.data.transforms import Transform
 from pycls_fast.errors import UserError
@@ -29,8 +30,6 @@ _OUR_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _PASSING_ERRORS = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
 )  # fmt: skip
-_PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before each further attempt."""
 
 
 @dataclass(eq=False)
@@ -121,7 +120,7 @@ class ImageDataset(Dataset[Sample]):
     def _read(self, index: int) -> bytes | np.ndarray:
         """The stored image, with retries after errors that may pass."""
         # While the disk does not answer, there is no waiting for the next images.
-        pauses = iter(() if self._is_away else _PAUSES)
+        pauses = iter(() if self._is_away else PAUSES)
         while True:
             try:
                 data = self.source.read(index)

@@ -15,8 +15,8 @@ from pycls_fast.data.sources.texts import digest
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush, locked
 
-_ATTEMPTS = 4
-_FIRST_PAUSE = 0.5
+PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before each further attempt at what may be away for a moment."""
 _BLOCK = 8 * 2**20
 
 T = TypeVar("T")
@@ -45,18 +45,19 @@ def attempt(what: str, action: Callable[[], T]) -> T:
         FileNotFoundError: at once.
         UserError: it failed every time, which is no damaged image.
     """
-    for number in range(_ATTEMPTS):
+    pauses = iter(PAUSES)
+    while True:
         try:
             return action()
         except (FileNotFoundError, UserError):
             raise
         except Exception as error:
             # File systems raise their own libraries' exceptions here.
-            if number == _ATTEMPTS - 1:
+            pause = next(pauses, None)
+            if pause is None:
                 text = " ".join(str(error).split()) or type(error).__name__
-                raise UserError(f"{what} failed {_ATTEMPTS} times: {text}") from error
-            time.sleep(_FIRST_PAUSE * 4**number)
-    raise AssertionError("unreachable")
+                raise UserError(f"{what} failed {len(PAUSES) + 1} times: {text}") from error
+            time.sleep(pause)
 
 
 def list_files(address: str) -> list[str]:
