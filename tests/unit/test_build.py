@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.data.prepare import Mixer
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import SyntheticImages
@@ -152,33 +152,22 @@ class TestOptimizing:
         with pytest.raises(UserError, match=rf"^speed\.cross_entropy: fused {line}cross_entropy=plain$"):
             build.loss(config_of(), REFERENCE.replace(cross_entropy="fused"), there, 10)
 
-    @pytest.mark.parametrize(
-        ("variables", "there", "found"),
-        [
-            ({}, {"gcc"}, ["cuda"]),
-            ({"CC": "cc-13"}, {"gcc"}, []),
-            ({"CXX": "c++ -O2"}, {"c++"}, ["cpu"]),
-            ({"CXX": ""}, {"g++"}, []),
-            ({}, set(), []),
-        ],
-    )
-    def test_where_compilers_are_looked_for(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-        variables: dict[str, str],
-        there: set[str],
-        found: list[str],
-    ) -> None:
-        for name in ("CC", "CXX"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+    def test_where_compilers_are_looked_for(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "Python.h").touch()
         monkeypatch.setattr("sysconfig.get_path", lambda name, scheme=None: str(tmp_path))
-        monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
-        kinds: tuple[speed.Device, ...] = ("cpu", "cuda")
-        assert [kind for kind in kinds if build.device.has_compiler(kind)] == found
+
+        def found(*there: str, **variables: str) -> list[str]:
+            with monkeypatch.context() as patch:
+                for name in ("CC", "CXX"):
+                    patch.delenv(name, raising=False)
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                patch.setattr("shutil.which", lambda name: name if name in there else None)
+                return [kind for kind in ("cpu", "cuda") if build.device.has_compiler(kind)]
+
+        assert found("gcc") == ["cuda"]
+        assert found("c++", CXX="c++ -O2") == ["cpu"]
+        assert found("gcc", CC="cc-13") == found("g++", CXX="") == found() == []
 
     @pytest.mark.parametrize("implementation", ["foreach", "fused"])
     def test_adamw(self, implementation: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -199,28 +198,14 @@ def test_an_override_means_the_same_as_where_hydra_composes(tmp_path: Path, over
     assert load_run_config(tmp_path, overrides) == composed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("vit_digits", ["data=synthetic", "precision=amp_bf16", "speed.compile=model"]),
-        ("vit_digits", ["data=synthetic", "speed=reference", "speed.recompute=full", "runtime.watchdog=true"]),
-        ("resnet50", ["data=synthetic", "optim=muon"]),
-    ],
-)
-def test_a_run_of_any_device_is_read_anywhere(
-    tmp_path: Path, name: str, overrides: list[str], device: Literal["cpu", "cuda"]
-) -> None:
+def test_a_run_of_any_device_is_read_anywhere(tmp_path: Path) -> None:
     """The file has the switches that were in force, which nobody has set by hand."""
-    kept = load_config(name, overrides)
-    formats = build.level(kept)
-    in_force = resolve(kept.speed, device, kept.optim, in_16_bits=formats.compute != "float32")
+    kept = load_config("vit_digits", ["data=synthetic", "precision=amp_bf16", "speed=fast"])
     values = kept.model_dump(mode="json")
-    values["speed"] = in_force.model_dump()
+    values["speed"] = resolve(kept.speed, "cuda", kept.optim, in_16_bits=True).model_dump()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     read = load_run_config(tmp_path)
-    assert (read.speed.preset, read.speed.by_hand) == (kept.speed.preset, {})
+    assert (read.speed.preset, read.speed.by_hand) == ("fast", {})
     build.switches(read, torch.device("cpu"))
     assert load_run_config(tmp_path, ["speed.ema=loop"]).speed.by_hand == {"ema": "loop"}
 

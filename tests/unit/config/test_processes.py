@@ -28,12 +28,13 @@ def tool(name: str, *arguments: str, cwd: Path, **variables: str) -> subprocess.
     return process(ROOT / "tools" / f"{name}.py", *arguments, cwd=cwd, **variables)
 
 
-def own_tool(folder: Path, body: str) -> Path:
-    """A tool's file: `body` are the lines of its function."""
+def own_tool(folder: Path, body: str, first: str = "") -> Path:
+    """A tool's file: `body` are the lines of its function, `first` come before it."""
     script = folder / "tool.py"
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     script.write_text(
-        f"import sys\nfrom pycls_fast.config import Verb, command_line\nfrom pycls_fast.errors import Finished\n"
+        f"import os, signal, sys\n{first}\nfrom pycls_fast.config import Verb, command_line\n"
+        "from pycls_fast.errors import Finished\n"
         f"class Own(Verb):\n  def __call__(self, config):\n{lines}command_line(Own)\n"
     )
     return script
@@ -108,23 +109,13 @@ def test_ctrl_c_while_a_tool_is_importing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIG_IGN", 3)])
 def test_ctrl_c_after_the_imports_runs_the_cleanup(tmp_path: Path, number: str, status: int) -> None:
     """Ctrl-C during an import in the tool, such as torch's, ends it at once; an ignored signal stays ignored."""
-    script = tmp_path / "tool.py"
     (tmp_path / "slow.py").write_text("import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: pass\n")
-    script.write_text(
-        "import os, signal, sys\n"
+    script = own_tool(
+        tmp_path,
+        "try:\n  if config.seed: import slow\n  else: os.kill(os.getpid(), signal.SIGINT)\n"
+        "finally: print('cleaned up', flush=True)\nreturn 3",
         f"if {number == 'SIG_IGN'}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from pycls_fast.errors import end_imports_at_ctrl_c\n"
-        "end_imports_at_ctrl_c()\n"
-        "from pycls_fast.config import Verb, command_line\n"
-        "class Own(Verb, default=None):\n"
-        "    seed: int = 0\n"
-        "    def __call__(self):\n"
-        "        try:\n"
-        "            if self.seed: import slow\n"
-        "            else: os.kill(os.getpid(), signal.SIGINT)\n"
-        "        finally: print('cleaned up', flush=True)\n"
-        "        return 3\n"
-        "command_line(Own)\n"
+        "from pycls_fast.errors import end_imports_at_ctrl_c\nend_imports_at_ctrl_c()",
     )
     said = "interrupted: Ctrl-C ended this at once\n" if status == 130 else ""
     for seed, printed in ((0, "cleaned up\n"), (1, "" if status == 130 else "cleaned up\n")):
