@@ -127,8 +127,7 @@ def _update(kind: str, overrides: Sequence[str], world: World) -> Contender:
     network = place_model(build.model(config, 1000, switches, empty=cut), world, memory_format="contiguous")
     build.wrap(config, network, world, switches)
     weights = LocalShards(network) if kind == "local shards" else OwnedWeights(network)
-    shards = weights if isinstance(weights, LocalShards) else None
-    optimizer = build.optimizer(config, network, switches, shards, sharded=cut)
+    optimizer = build.optimizer(config, network, switches, weights, sharded=cut)
     gradients = [(parameter, 1e-3 * torch.randn_like(parameter)) for parameter in network.parameters()]
 
     def prepare() -> None:

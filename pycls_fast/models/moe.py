@@ -22,18 +22,11 @@ FACTS = ("expert_load", "dropped_tokens")
 
 @dataclass(frozen=True)
 class Experts:
-    """How many experts there are and how tokens are routed to them.
+    """How many experts there are and how tokens are routed to them: X is `count`, k `per_token`; see `ViTModel`.
 
-    Attributes:
-        count: X.
-        per_token: k: one (Fedus et al., Switch Transformers, 2022), whose output is multiplied by its probability, or
-            two (Lepikhin et al., GShard, 2021), whose probabilities are divided by their sum.
-        capacity_factor: in training an expert takes at most this many times its even share of the tokens; the others
-            skip it by the block's residual path. In evaluation the capacity is unlimited: the prediction for an image
-            does not depend on the images beside it.
-        priority: serve the tokens with the highest probability first and drop the least important ones (batch
-            prioritised routing, Riquelme et al., section 4); False: serve them in their order.
-        balance_loss, z_loss: see `ViTModel`.
+    The output of a token's one expert is multiplied by its probability (Fedus et al., Switch Transformers, 2022);
+    those of two by their probabilities, divided by their sum (Lepikhin et al., GShard, 2021). The capacity is that of
+    training; in evaluation it is unlimited: the prediction for an image does not depend on the images beside it.
     """
 
     count: int

@@ -31,12 +31,9 @@ from pycls_fast.values import Size
 
 
 class Block(nn.Module):
-    """One pre-norm encoder block: attention, then an MLP, each on a residual branch (equations 2 and 3).
+    """One pre-norm encoder block: attention, then an MLP or experts, each on a residual branch (equations 2 and 3).
 
-    Args:
-        experts: take the place of the MLP.
-        layer_scale: the initial value of the branches' learned factors; None for no factors.
-        keys: how many tokens are attended to; None for all.
+    `keys` is the number of tokens that are attended to; None for all.
     """
 
     def __init__(

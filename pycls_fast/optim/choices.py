@@ -208,9 +208,8 @@ class LAMB(_Moments, name="lamb"):
     eps: PositiveFloat = 1e-6
 
     def build(self, groups: Sequence[Group], implementation: str) -> TorchOptimizer:
-        # As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb): bias
-        # correction, and no trust ratio for parameters without weight decay. Their clipping of the global gradient norm
-        # to 1 is `clip_norm` here.
+        # As in the code that DeiT III and ResNet strikes back were trained with (apex FusedLAMB, timm Lamb), with bias
+        # correction. Its clipping of the global gradient norm to 1 is `clip_norm` here.
         import timm.optim
 
         from pycls_fast.optim.optimizers import steps_from_state, steps_into_state

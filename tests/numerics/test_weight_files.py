@@ -33,7 +33,7 @@ from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.values import Size
-from tests.factories import randomise
+from tests.factories import randomise, small_vit
 from tests.numerics.test_models_peers import relative_error
 
 SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 48, 3, 2, 7
@@ -48,9 +48,7 @@ def small_timm(**kwargs: Any) -> Any:
 
 
 def small(**kwargs: Any) -> VisionTransformer:
-    sizes = {"image_size": SIZE, "patch_size": PATCH, "width": WIDTH, "depth": DEPTH, "heads": HEADS}
-    model = VisionTransformer(**{**sizes, "mlp_width": 4 * WIDTH, "num_classes": CLASSES, **kwargs})
-    randomise(model).eval()
+    model = randomise(small_vit(**{"width": WIDTH, "depth": DEPTH, "mlp_width": 4 * WIDTH, **kwargs})).eval()
     with torch.no_grad():
         # Other values than the peer's, so that what is not loaded shows in the logits.
         for parameter in model.parameters():

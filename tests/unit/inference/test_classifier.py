@@ -16,6 +16,7 @@ from torch import Tensor
 import pycls_fast
 from pycls_fast.errors import UserError
 from pycls_fast.inference import predict
+from pycls_fast.inference.classifier import Guess
 from pycls_fast.inference.export import export
 from pycls_fast.inference.images import given_images
 from pycls_fast.inference.maps import maps_of
@@ -47,11 +48,7 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
         assert [guess.label for guess in each.top] == labels.tolist()
         assert [guess.class_name for guess in each.top] == [CLASSES[label] for label in labels]
         assert [guess.probability for guess in each.top] == pytest.approx(probabilities.tolist(), rel=1e-3)
-        assert (each.label, each.class_name, each.probability) == (
-            each.top[0].label,
-            each.top[0].class_name,
-            each.top[0].probability,
-        )
+        assert Guess(each.label, each.class_name, each.probability) == each.top[0]
     assert len({each.label for each in found}) > 1
 
 

@@ -142,11 +142,8 @@ def test_addresses_are_read(folder: Path) -> None:
         write_clip(folder / "clip.mp4", 2)
         address = f"http://localhost:{server.server_port}/clip.mp4"
         source = given_images([address, f"{address}4.mp4"])
-        assert [source.name(index) for index in range(3)] == [
-            f"{address}@0.0s",
-            f"{address}@1.0s",
-            f"{address}4.mp4@0.0s",
-        ]
+        names = [f"{address}@0.0s", f"{address}@1.0s", f"{address}4.mp4@0.0s"]
+        assert [source.name(index) for index in range(3)] == names
         assert brightness(source.read(1)) == pytest.approx(60, abs=1.5)
         with pytest.raises(OSError, match="404"):
             source.read(2)

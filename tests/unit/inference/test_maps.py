@@ -14,10 +14,8 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference import maps
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.vit import VisionTransformer
-from tests.factories import randomise
+from tests.factories import randomise, small_vit
 
-SIZES = {"image_size": 12, "patch_size": 4, "width": 12, "depth": 3, "heads": 3, "mlp_width": 20, "num_classes": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "token": {},
     "registers": {"registers": 2, "attention": "sdpa", "qk_norm": True},
@@ -29,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def vit(**kwargs: Any) -> Any:
-    return randomise(VisionTransformer(**{**SIZES, **kwargs})).double().eval()
+    return randomise(small_vit(image_size=12, patch_size=4, width=12, num_classes=4, **kwargs)).eval()
 
 
 def images() -> Tensor:
@@ -148,7 +146,7 @@ def test_class_maps_are_grad_cam(name: str, last: str) -> None:
     own = {"embed_dim": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)} if "swin" in name else {}
     made: Any = {"name": name, "num_classes": 4, "image_size": 64, "options": own}
     model: nn.Module = randomise(ResNet(depth=18, num_classes=4) if name == "ours" else TimmNetwork(**made))
-    model = model.double().eval()
+    model = model.eval()
     batch, labels = torch.randn(2, 3, 64, 64, dtype=torch.float64), torch.tensor([3, 1])
     kept: list[Tensor] = []
     module = model.get_submodule(last)

@@ -27,11 +27,10 @@ from pycls_fast.models.cpu_kernels import (
 )
 from pycls_fast.models.layers import Compute, Mlp, reference_attention
 from pycls_fast.models.resnet import ResNet
-from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.speed import Speed
-from tests.factories import assert_same_bits, randomise
+from tests.factories import assert_same_bits, randomise, small_vit
 from tests.integration.runs import run_process
 from tests.unit.models.conftest import check_rounding, draw
 
@@ -222,13 +221,10 @@ def test_bfloat16_on_processors_for_which_onednn_has_none(tmp_path: Path, monkey
 def test_selective_recomputation_keeps_these_products_too() -> None:
     """Of 4 products a block it does the projection again, as with torch's."""
     torch.manual_seed(0)
-    model = VisionTransformer(
-        image_size=8, patch_size=4, width=16, depth=1, heads=2, mlp_width=32, num_classes=3, qkv="fused",
-        attention="products", linear="products",
-    ).bfloat16()  # fmt: skip
+    model = small_vit(depth=1, qkv="fused", attention="products", linear="products").bfloat16()
     save_activation_memory(model, model.units(), Speed(recompute="selective"))
     with Ran() as ran:
-        model(torch.randn(2, 3, 8, 8).bfloat16()).float().square().sum().backward()
+        model(torch.randn(2, 3, 32, 32).bfloat16()).float().square().sum().backward()
     assert ran.counts["mkldnn::_linear_pointwise"] == 4 + 1
 
 
