@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,14 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `settings` are overrides for ours, or arguments for what `kind` names."""
+    """One measurement: of ours with these overrides, or of what `kind` names, which gets `options`."""
 
     subject: Subject
     table: str
     name: str
     settings: tuple[str, ...] = ()
     kind: str = "ours"
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -164,29 +165,25 @@ def _timm(subject: Subject, compiled: str, attention: str) -> Row:
     """timm's model under autocast in a plain loop, compiled in a mode or not."""
     name = "timm, eager" if compiled == "off" else f"timm, compiled ({compiled})"
     name += f", {attention} attention" if subject.is_vit else ""
-    own = ("--optimizer", "adamw") if subject.is_vit else ("--optimizer", "sgd", "--channels-last")
-    return Row(subject, "fastest", name, (*own, "--compile", compiled, "--attention", attention), kind="timm")
+    own = {"optimizer": "adamw" if subject.is_vit else "sgd", "channels_last": not subject.is_vit}
+    return Row(subject, "fastest", name, kind="timm", options={**own, "compile": compiled, "attention": attention})
 
 
 def command(row: Row, batch: int, file: Path, options: argparse.Namespace) -> list[str]:
     """The command line of a row."""
-    subject, counts = row.subject, (options.steps, options.warmup_steps, options.repeats)
+    subject = row.subject
     if row.kind == "tests":
         # A CPU has the cases of two ranks, of which one says that they run.
         what = ["cuda"] if options.device == "cuda" else ["not cuda", "-k", "ddp-bf16_params-off"]
         # Both files at once: most of their time is compiling.
         return [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", *what, *row.settings]
     if row.kind != "ours":
-        line = [
-            sys.executable, __file__, "--child", row.kind, "--batch", str(batch), "--out", str(file),
-            "--device", options.device, *row.settings,
-            *("--steps", str(counts[0]), "--warmup-steps", str(counts[1]), "--repeats", str(counts[2])),
-        ]  # fmt: skip
+        network = {"model": subject.timm, "image_size": 224, "patch_size": subject.patch_size}
         if options.small:
-            small = "test_vit" if subject.is_vit else "test_resnet"
-            return [*line, "--model", small, "--image-size", "64", "--small"]
-        patch = ["--patch-size", str(subject.patch_size)] if subject.patch_size else []
-        return [*line, "--model", subject.timm, *patch]
+            network = {"model": "test_vit" if subject.is_vit else "test_resnet", "image_size": 64, "patch_size": None}
+        same = {key: getattr(options, key) for key in ("device", "small", "steps", "warmup_steps", "repeats")}
+        given = {"kind": row.kind, "batch": batch, "out": str(file), **row.options, **network, **same}
+        return [sys.executable, __file__, "--child", json.dumps(given)]
     overrides = [*PLAIN, f"data.global_batch_size={batch}", f"runtime.device={options.device}"]
     if subject.is_vit:
         overrides.append("model.classifier=token")
@@ -199,7 +196,7 @@ def command(row: Row, batch: int, file: Path, options: argparse.Namespace) -> li
             overrides.append("speed.compile=off")
     return [
         sys.executable, str(ROOT / "tools" / "time_net.py"), "--config-name", subject.config, "mode=train",
-        f"steps={counts[0]}", f"warmup_steps={counts[1]}", f"repeats={counts[2]}", f"output={file}",
+        *(f"{key}={getattr(options, key)}" for key in ("steps", "warmup_steps", "repeats")), f"output={file}",
         *overrides, *_last_of_each(["parallel=single", *row.settings]),
     ]  # fmt: skip
 
@@ -517,12 +514,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=PAGE, help="the page; records are in a folder of its name beside it"
     )
-    # Of the processes that this file starts.
-    for name in ("--child", "--model", "--compile", "--attention", "--optimizer"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--batch", "--image-size", "--patch-size"):
-        parser.add_argument(name, type=int, default=224 if name == "--image-size" else None, help=argparse.SUPPRESS)
-    parser.add_argument("--channels-last", action="store_true", help=argparse.SUPPRESS)
+    # The options, as JSON, of a process that this file starts.
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is None and not options.page_only and options.device == "cuda":
         import torch
@@ -536,8 +529,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; write the page after every row."""
     options = parse(arguments)
     if options.child is not None:
-        record = {"timm": timm_step, "products": products}[options.child](options)
-        options.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        given = argparse.Namespace(**json.loads(options.child))
+        record = {"timm": timm_step, "products": products}[given.kind](given)
+        Path(given.out).write_text(json.dumps(record) + "\n", encoding="utf-8")
         return 0
     # The page names the command that measured it.
     given = [part for part in (sys.argv[1:] if arguments is None else arguments) if part != "--page-only"]
