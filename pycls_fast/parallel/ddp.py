@@ -95,7 +95,6 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
             evaluated=pipeline,
             device=world.device,
             taken_every_microbatch=False,
-            forward_is_collective=True,
             shard_groups=[pipeline.group],
             pipeline=pipeline,
         )

@@ -75,7 +75,6 @@ def shard_weights(network: Network, world: World, settings: StrategySettings) ->
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=settings.parallel.reshard_after_forward,
-        forward_is_collective=True,
         shard_groups=[world.mesh.get_group()],
         free_gathered=free_gathered,
         weights=weights,

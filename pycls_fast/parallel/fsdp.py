@@ -81,7 +81,6 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=False,
-        forward_is_collective=True,
         shard_groups=[world.mesh.get_group(name) for name, exists in kinds.items() if exists],
         counted=[world.rank % world.tensor == 0 or is_divided(p) for p in network.parameters() if p.requires_grad]
         if shared

@@ -43,13 +43,12 @@ class ParallelModel:
 
     Attributes:
         forward: what the training step calls.
-        evaluated: what evaluation calls; under `forward_is_collective` all ranks must call it equally often.
+        evaluated: what evaluation calls, equally often on all ranks, which may exchange weights or features.
         device: the run's device.
         exchange: returns the context of a microbatch's forward and backward pass; the argument says whether it is the
             step's last one.
         taken_every_microbatch: the optimizer's weights take the network's gradients after every microbatch; otherwise
             the network accumulates them, and they are taken after the last one.
-        forward_is_collective: the forward pass contains collective operations.
         shard_groups: the ranks that share one copy of the gradients, one group for each dimension of their mesh; none
             if each rank has all of them.
         counted: for each trainable parameter, whether this rank counts its gradient in the norm (other ranks may have
@@ -66,7 +65,6 @@ class ParallelModel:
     device: torch.device
     exchange: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
     taken_every_microbatch: bool = True
-    forward_is_collective: bool = False
     shard_groups: Sequence[dist.ProcessGroup] = ()
     counted: Sequence[bool] | None = None
     free_gathered: Callable[[], None] = lambda: None

@@ -146,16 +146,15 @@ class Scorer:
             with self.display.scoring(doing, len(source)) as advance:
                 for done, batch in enumerate(build.eval_batches(config, source, world, self.switches), start=1):
                     self.damaged.note(batch)
-                    # All its images were damaged; in a collective forward pass this rank must take part.
+                    images_BCHW = prepare(batch)
+                    # All its images were damaged: this rank takes part in the exchanges of a forward pass.
                     empty = not len(batch.labels_B)
-                    if not empty or wrapped.forward_is_collective:
-                        images_BCHW = prepare(batch)
-                        if empty:
-                            images_BCHW = images_BCHW.new_zeros(1, *images_BCHW.shape[1:])
-                        with uncompiled(model), autocast():
-                            logits_BK = model(images_BCHW)
-                        if not empty:
-                            yield batch, logits_BK
+                    if empty:
+                        images_BCHW = images_BCHW.new_zeros(1, *images_BCHW.shape[1:])
+                    with uncompiled(model), autocast():
+                        logits_BK = model(images_BCHW)
+                    if not empty:
+                        yield batch, logits_BK
                     world.at(f"{doing}: {done} batches done")
                     advance(len(batch.labels_B) * world.data_size)
                     self.after_batch()
