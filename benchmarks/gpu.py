@@ -529,9 +529,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; write the page after every row."""
     options = parse(arguments)
     if options.child is not None:
-        given = argparse.Namespace(**json.loads(options.child))
-        record = {"timm": timm_step, "products": products}[given.kind](given)
-        Path(given.out).write_text(json.dumps(record) + "\n", encoding="utf-8")
+        asked = argparse.Namespace(**json.loads(options.child))
+        record = {"timm": timm_step, "products": products}[asked.kind](asked)
+        Path(asked.out).write_text(json.dumps(record) + "\n", encoding="utf-8")
         return 0
     # The page names the command that measured it.
     given = [part for part in (sys.argv[1:] if arguments is None else arguments) if part != "--page-only"]

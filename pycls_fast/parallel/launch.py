@@ -59,7 +59,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
             chosen = choose_device(device, local_rank)
             if facts.needs_cuda:
                 need_cuda(chosen, f"parallel.name: {facts.name}", "parallel=fsdp")
-            world = World(rank, size, chosen, local_rank=local_rank)
+            world = World(rank, size, chosen)
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.

@@ -34,8 +34,6 @@ class World:
     monitor: Monitor | None = None
     # The process groups' timeout; None without any.
     timeout: datetime.timedelta | None = None
-    # This process among those of its node.
-    local_rank: int = 0
     # The number of neighbouring ranks that compute each block together, and the number of pipeline stages; the ranks
     # that share a model this way see the same images.
     tensor: int = 1
