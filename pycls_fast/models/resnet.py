@@ -44,71 +44,99 @@ class Shortcut(nn.Module):
         return self.norm(self.conv(maps_BCHW))
 
 
-Layers = list[tuple[int, int, int, int]]
-"""The convolutions of a block's branch: output channels, side of the kernel, stride, groups."""
+class ResidualBlock(nn.Module):
+    """A block relu(shortcut(maps) + drop_path(branch(maps))); subclasses define the branch.
+
+    `channels` is 64 in the first stage; the output has `expansion` times as many.
+    """
+
+    expansion: int
+    """Output channels as a multiple of `channels`."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int,
+        drop_path: float,
+        *,
+        groups: int = 1,
+        width_per_group: int = 64,
+        shortcut: str = "conv",
+    ) -> None:
+        super().__init__()
+        out_channels = channels * self.expansion
+        self._build_branch(in_channels, channels, stride, groups, width_per_group)
+        same_shape = stride == 1 and in_channels == out_channels
+        self.shortcut = None if same_shape else Shortcut(in_channels, out_channels, stride, shortcut)
+        self.drop_path = DropPath(drop_path)
+
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
+        raise NotImplementedError
+
+    def branch(self, maps_BCHW: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def last_norm(self) -> nn.Module:
+        *_, last = (layer for layer in self.children() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+        return last
+
+    def forward(self, maps_BCHW: Tensor) -> Tensor:
+        straight_BCHW = maps_BCHW if self.shortcut is None else self.shortcut(maps_BCHW)
+        return F.relu(straight_BCHW + self.drop_path(self.branch(maps_BCHW)), inplace=True)
 
 
-def basic(channels: int, stride: int, groups: int, width_per_group: int) -> Layers:
+class BasicBlock(ResidualBlock):
     """Two 3x3 convolutions (figure 5 of the paper, left)."""
-    return [(channels, 3, stride, 1), (channels, 3, 1, 1)]
+
+    expansion = 1
+
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
+        self.conv1 = _conv(in_channels, channels, 3, stride)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv(channels, channels, 3)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def branch(self, maps_BCHW: Tensor) -> Tensor:
+        maps_BCHW = F.relu(self.norm1(self.conv1(maps_BCHW)), inplace=True)
+        return self.norm2(self.conv2(maps_BCHW))
 
 
-def bottleneck(channels: int, stride: int, groups: int, width_per_group: int) -> Layers:
+class Bottleneck(ResidualBlock):
     """Convolutions 1x1, 3x3, 1x1 (figure 5 of the paper, right), with the stride in the 3x3 instead of the first 1x1.
 
     This is "v1.5" (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 5.1, after Gross and Wilber, Training and
     investigating residual nets, 2016): a stride in a 1x1 discards three quarters of its input.
     """
-    inner = channels * width_per_group // 64 * groups
-    return [(inner, 1, 1, 1), (inner, 3, stride, groups), (4 * channels, 1, 1, 1)]
 
+    expansion = 4
 
-# Table 1 of the paper: the branch of a block, and blocks in each of the four stages. 200: He et al., Identity Mappings,
-# 2016, and pycls; 26: timm.
-LAYOUTS: dict[int, tuple[Callable[[int, int, int, int], Layers], tuple[int, ...]]] = {
-    18: (basic, (2, 2, 2, 2)),
-    26: (bottleneck, (2, 2, 2, 2)),
-    34: (basic, (3, 4, 6, 3)),
-    50: (bottleneck, (3, 4, 6, 3)),
-    101: (bottleneck, (3, 4, 23, 3)),
-    152: (bottleneck, (3, 8, 36, 3)),
-    200: (bottleneck, (3, 24, 36, 3)),
-}
-
-
-class ResidualBlock(nn.Module):
-    """A block relu(shortcut(maps) + drop_path(branch(maps))).
-
-    The branch is `layers`, `conv1` to `convN`, each with its norm and, but for the last, a ReLU behind it.
-    """
-
-    def __init__(self, in_channels: int, layers: Layers, drop_path: float, *, shortcut: str = "conv") -> None:
-        super().__init__()
-        self.layers = len(layers)
-        channels = in_channels
-        for number, (out_channels, kernel_size, stride, groups) in enumerate(layers, start=1):
-            self.add_module(f"conv{number}", _conv(channels, out_channels, kernel_size, stride, groups))
-            self.add_module(f"norm{number}", nn.BatchNorm2d(out_channels))
-            channels = out_channels
-        stride = max(stride for _, _, stride, _ in layers)
-        same_shape = stride == 1 and in_channels == channels
-        self.shortcut = None if same_shape else Shortcut(in_channels, channels, stride, shortcut)
-        self.drop_path = DropPath(drop_path)
+    def _build_branch(self, in_channels: int, channels: int, stride: int, groups: int, width_per_group: int) -> None:
+        inner = channels * width_per_group // 64 * groups
+        self.conv1 = _conv(in_channels, inner, 1)
+        self.norm1 = nn.BatchNorm2d(inner)
+        self.conv2 = _conv(inner, inner, 3, stride, groups)
+        self.norm2 = nn.BatchNorm2d(inner)
+        self.conv3 = _conv(inner, channels * self.expansion, 1)
+        self.norm3 = nn.BatchNorm2d(channels * self.expansion)
 
     def branch(self, maps_BCHW: Tensor) -> Tensor:
-        for number in range(1, self.layers + 1):
-            conv, norm = getattr(self, f"conv{number}"), getattr(self, f"norm{number}")
-            maps_BCHW = norm(conv(maps_BCHW))
-            if number < self.layers:
-                maps_BCHW = F.relu(maps_BCHW, inplace=True)
-        return maps_BCHW
+        maps_BCHW = F.relu(self.norm1(self.conv1(maps_BCHW)), inplace=True)
+        maps_BCHW = F.relu(self.norm2(self.conv2(maps_BCHW)), inplace=True)
+        return self.norm3(self.conv3(maps_BCHW))
 
-    def last_norm(self) -> nn.Module:
-        return getattr(self, f"norm{self.layers}")
 
-    def forward(self, maps_BCHW: Tensor) -> Tensor:
-        straight_BCHW = maps_BCHW if self.shortcut is None else self.shortcut(maps_BCHW)
-        return F.relu(straight_BCHW + self.drop_path(self.branch(maps_BCHW)), inplace=True)
+# Table 1 of the paper: kind of block, and blocks in each of the four stages. 200: He et al., Identity Mappings, 2016,
+# and pycls; 26: timm.
+LAYOUTS: dict[int, tuple[type[ResidualBlock], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    26: (Bottleneck, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
+    200: (Bottleneck, (3, 24, 36, 3)),
+}
 
 
 class ConvNorm(nn.Module):
@@ -181,11 +209,11 @@ class ResNet(Network):
         convolution: str = "torch",
     ) -> None:
         super().__init__()
-        layers, block_counts = LAYOUTS[depth]
-        if layers is basic and (groups, width_per_group) != (1, 64):
+        if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
             raise ValueError(f"depth {depth} has no bottleneck blocks to group or widen")
         self.zero_init_last_gamma = zero_init_last_gamma
         self.shortcut = shortcut
+        block_type, block_counts = LAYOUTS[depth]
         rates = iter(drop_path_rates(drop_path, sum(block_counts)))
 
         # Built on the meta device and filled once, by `initialise`; see `vit.VisionTransformer`.
@@ -195,12 +223,20 @@ class ResNet(Network):
             self.stages = nn.ModuleList()
             width = 64
             for stage, count in enumerate(block_counts):
+                channels = 64 * 2**stage
                 blocks = nn.Sequential()
                 for index in range(count):
-                    stride = 2 if stage > 0 and index == 0 else 1
-                    branch = layers(64 * 2**stage, stride, groups, width_per_group)
-                    blocks.append(ResidualBlock(width, branch, next(rates), shortcut=shortcut))
-                    width = branch[-1][0]
+                    block = block_type(
+                        width,
+                        channels,
+                        stride=2 if stage > 0 and index == 0 else 1,
+                        drop_path=next(rates),
+                        groups=groups,
+                        width_per_group=width_per_group,
+                        shortcut=shortcut,
+                    )
+                    blocks.append(block)
+                    width = channels * block_type.expansion
                 self.stages.append(blocks)
             self.head = nn.Linear(width, num_classes)
             for module in self.modules():

@@ -131,7 +131,7 @@ def run_cases(cases: dict[str, Any], folder: Path, device: Literal["cpu", "cuda"
         start_world(device, Parallel(name="fsdp" if shares else "auto")) as world,
     ):
         # Two blocks of the ResNet show all that eight do. Undone: with one rank this is the process of the tests.
-        monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.basic, (1, 1)))
+        monkeypatch.setitem(resnet.LAYOUTS, 18, (resnet.BasicBlock, (1, 1)))
         for name, case in cases.items():
             overrides = [*case["overrides"], f"run_dir={folder / 'runs' / name}"]
             config = load_config(case["config_name"], overrides)

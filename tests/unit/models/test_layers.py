@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycls_fast.models.cpu_kernels import CONVOLUTION, GELU, LINEAR
 from pycls_fast.models.drop_path import DropPath, drop_path_rates
 from pycls_fast.models.layers import ATTENTION, Mlp, SinCos2dPositions
-from pycls_fast.models.resnet import ResidualBlock, ResNet, basic, bottleneck
+from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block
 from pycls_fast.speed import SWITCHES
 from tests.factories import randomise, small_vit
@@ -143,14 +143,14 @@ def test_vit_block_drops_attention_and_mlp_apart() -> None:
     assert set(distances.argmin(dim=0).tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("kind", "channels"), [(basic, 4), (bottleneck, 16)])
+@pytest.mark.parametrize("kind", [BasicBlock, Bottleneck])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_resnet_block_drops_its_branch(kind: Any, channels: int, stride: int) -> None:
-    block: Any = randomise(ResidualBlock(channels, kind(4, stride, 1, 64), 0.5))
+def test_resnet_block_drops_its_branch(kind: type[BasicBlock] | type[Bottleneck], stride: int) -> None:
+    block: Any = randomise(kind(4 * kind.expansion, 4, stride, 0.5))
     for module in block.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    maps = torch.randn(1, channels, 6, 6, dtype=torch.float64)
+    maps = torch.randn(1, 4 * kind.expansion, 6, 6, dtype=torch.float64)
     torch.manual_seed(0)
     outs = block(maps.expand(32, -1, -1, -1))
     straight = maps if block.shortcut is None else block.shortcut(maps)
