@@ -132,6 +132,12 @@ def test_a_vit_has_the_rates_that_timm_gives_it() -> None:
     assert theirs["norm.weight"] == pytest.approx(0.7)
 
 
+def test_a_resnet_has_the_rates_that_timm_gives_it() -> None:
+    ours = scales(ResNet(depth=18, num_classes=5), 0.8)
+    theirs = timm_scales(timm.create_model("resnet18", num_classes=5), 0.8)
+    assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), rel=1e-12)
+
+
 def of_convnext(name: str) -> int:
     """`get_num_layer_for_convnext` in ConvNeXt's optim_factory.py for 3, 3, 27 and 3 blocks, by the names of timm."""
     _, kind, *rest = name.split(".")
