@@ -66,18 +66,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pycls_fast.data.sources.arrays import write_digits
-
-    root = tmp_path_factory.mktemp("digits")
-    write_digits(str(root))
-    return root
-
-
-def trained(name: str, images: Path, *more: str) -> Path:
+def trained(name: str, digits: Path, *more: str) -> Path:
     """Train for two steps, and resume for two more."""
-    given = small(*CHOSEN[name], f"imports=[{name}]", f"data.root={images}", "run_dir=run", *more)
+    given = small(*CHOSEN[name], f"imports=[{name}]", f"data.root={digits}", "run_dir=run", *more)
     assert train(load_config("vit_digits", [*given, "schedule.max_steps=2"])) == 0
     assert train(load_config("vit_digits", [*given, "schedule.max_steps=4"])) == 0
     assert [record["step"] for record in records(Path("run"), "train")] == [1, 2, 3, 4]
@@ -88,8 +79,8 @@ def test_the_document_has_a_file_of_each_family() -> None:
     assert FILES.keys() == CHOSEN.keys()
 
 
-def test_an_optimizer(images: Path) -> None:
-    run = trained("my_optim", images)
+def test_an_optimizer(digits: Path) -> None:
+    run = trained("my_optim", digits)
     # The rate of each step is the size of each change.
     assert load_config("vit_digits", ["imports=[my_optim]", "optim=sign", "optim.lr=1"]).optim.own() == {
         "momentum": 0.9
@@ -97,23 +88,23 @@ def test_an_optimizer(images: Path) -> None:
     assert (run / "config.yaml").read_text().count("name: sign") == 1
 
 
-def test_a_loss(images: Path) -> None:
-    run = trained("my_loss", images, "augment=none")
+def test_a_loss(digits: Path) -> None:
+    run = trained("my_loss", digits, "augment=none")
     # At first all classes are equally likely: (1 - 1/10)^1.5 log 10.
     assert records(run, "train")[0]["loss"] == pytest.approx(0.9**1.5 * math.log(10), rel=1e-3)
 
 
-def test_a_schedule(images: Path) -> None:
-    run = trained("my_schedule", images, "schedule.warmup_epochs=0", "optim.lr=1e-3")
+def test_a_schedule(digits: Path) -> None:
+    run = trained("my_schedule", digits, "schedule.warmup_epochs=0", "optim.lr=1e-3")
     expected = [1e-3 * (1 + step / 4) ** -0.5 for step in range(4)]
     assert [record["lr"] for record in records(run, "train")] == pytest.approx(expected)
 
 
-def test_a_policy(images: Path) -> None:
+def test_a_policy(digits: Path) -> None:
     config = load_config("vit_digits", small(*CHOSEN["my_policy"], "imports=[my_policy]"))
     step = config.augment.policy.build(interpolation="bilinear", image_size=Size(8, 8), mean=(0.5, 0.5, 0.5))
     assert np.asarray(step(Image.new("RGB", (2, 2), (0, 55, 255)))).tolist() == [[[255, 200, 0]] * 2] * 2
-    trained("my_policy", images)
+    trained("my_policy", digits)
 
 
 def test_a_source() -> None:
@@ -123,17 +114,17 @@ def test_a_source() -> None:
     assert record["count"] == 32
 
 
-def test_a_model_is_loaded_and_exported(images: Path) -> None:
-    run = trained("my_model", images)
+def test_a_model_is_loaded_and_exported(digits: Path) -> None:
+    run = trained("my_model", digits)
     classifier = pycls_fast.load(run)
     assert classifier.logits(np.zeros((8, 8, 3), np.uint8)).shape == (1, 10)
     assert sum(p.numel() for p in classifier.network.parameters()) == 8 * 28 + 16 + 90
 
 
-def test_shards_of_a_model_begin_with_what_its_constructor_draws(here: Path, images: Path) -> None:
+def test_shards_of_a_model_begin_with_what_its_constructor_draws(here: Path, digits: Path) -> None:
     text = FILES["my_model"].replace("    def forward", "        nn.init.ones_(self.head.weight)\n\n    def forward")
     (here / "my_model.py").write_text(text)
-    given = small(*CHOSEN["my_model"], "imports=[my_model]", f"data.root={images}", "schedule.max_steps=1")
+    given = small(*CHOSEN["my_model"], "imports=[my_model]", f"data.root={digits}", "schedule.max_steps=1")
     for parallel in ("single", "fsdp"):
         assert train(load_config("vit_digits", [*given, f"parallel={parallel}", f"run_dir={parallel}"])) == 0
     (whole,), (shards,) = records(Path("single"), "train"), records(Path("fsdp"), "train")
@@ -163,15 +154,15 @@ def test_a_model_of_one_image_size(here: Path) -> None:
         build.model(load_config("vit_digits", given), 10, Speed())
 
 
-def test_a_tracker(images: Path) -> None:
-    run = trained("my_tracker", images)
+def test_a_tracker(digits: Path) -> None:
+    run = trained("my_tracker", digits)
     lines = [line.split(",") for line in (run / "table.csv").read_text().splitlines()]
     losses = [(record["step"], record["loss"]) for record in records(run, "train")]
     assert [(int(step), float(value)) for step, name, value in lines if name == "train/loss"] == losses
 
 
-def test_a_callback(images: Path) -> None:
-    run = trained("my_callback", images)
+def test_a_callback(digits: Path) -> None:
+    run = trained("my_callback", digits)
     lines = (run / "norms.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("ended")] == ["ended with status 0"] * 2
     assert [line.split()[0] for line in lines if not line.startswith("ended")] == ["2", "4"]
