@@ -119,21 +119,14 @@ class LedgerFolder:
         accept_code: whether the folder may hold measurements of different code.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        say: Callable[[str], None] = print,
-        code: Callable[[], str] = str,
-        accept_code: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, *, code: Callable[[], str] = str, accept_code: bool = False) -> None:
         self.path = path
         self._plan_file = path / "plan.json"
         # Digests of all code that it was measured with.
         self.codes: list[str] = []
         # Its variants as factors of the trainings, once it trains.
         self.factors: Factors | None = None
-        self._say, self._code, self._accept_code = say, code, accept_code
+        self._code, self._accept_code = code, accept_code
         self._plan: dict[str, Any] = {}
         # Seconds worked in earlier starts, and when this one began.
         self._before, self._started = 0.0, time.monotonic()
@@ -188,13 +181,15 @@ class LedgerFolder:
         self.factors = factors
         self.save()
 
-    def note_code(self) -> None:
-        """Record the code of the next measurement: it may have been accepted, or edited while the ledger runs."""
+    def note_code(self) -> bool:
+        """Record the code of the next measurement, which may have been accepted, or edited while the ledger runs;
+        returns whether it is new here."""
         now = self._code()
-        if now not in self.codes:
-            self.codes.append(now)
-            self.save()
-            self._say("the code differs from that of earlier measurements in this folder; the report says so")
+        if now in self.codes:
+            return False
+        self.codes.append(now)
+        self.save()
+        return True
 
     def timing_file(self, variant: Variant, number: int) -> Path:
         return self.path / "timings" / slug(variant) / f"round_{number}.json"

@@ -118,8 +118,7 @@ def made(
 ) -> Ledger:
     """A ledger that is not open."""
     chosen = LadderSettings(**{**SETTINGS, **settings})
-    place = LedgerFolder(folder, say=quiet)
-    return Ledger(ladder, chosen, ["--config-name", "x"], typed, device, place, say=quiet)
+    return Ledger(ladder, chosen, ["--config-name", "x"], typed, device, LedgerFolder(folder), say=quiet)
 
 
 def run(ledger: Ledger) -> None:
