@@ -150,7 +150,7 @@ def work(
     """The whole command; returns its status."""
     return run_ladder(
         config_of(*typed), ladder, LadderSettings(**{**SETTINGS, **settings}),
-        base=([], []), compose=composed, folder=folder, dry_run=dry_run,
+        base=([], list(typed)), compose=composed, folder=folder, dry_run=dry_run,
     )  # fmt: skip
 
 

@@ -198,6 +198,7 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     ("typed", "settings", "changed", "line"),
     [
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
+        (("seed=3", "run_dir=x", "optim.lr=1"), {}, {}, r"^run_dir: [^\n]*\nseed: [^\n]*use first_seed=$"),
         ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the reference 'base' does not run: needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
         ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),
@@ -219,16 +220,9 @@ def test_a_plan_that_cannot_be_carried_out(
     assert not (tmp_path / "report").exists()
 
 
-def test_keys_that_each_training_has_of_its_own() -> None:
-    typed = ["seed=3", "resume=never", "run_dir=x", "optim.lr=1"]
-    with pytest.raises(UserError) as caught:
-        running._checked(config_of(), LADDER, LadderSettings(**SETTINGS), typed)
-    assert [line.partition(":")[0] for line in caught.value.lines] == ["run_dir", "seed", "resume"]
-
-
-@pytest.mark.parametrize(("tracker", "typed"), [("wandb", ["trackers=[]"]), ("tensorboard", [])])
+@pytest.mark.parametrize(("tracker", "more"), [("wandb", ["trackers=[]"]), ("tensorboard", [])])
 def test_trainings_are_not_tracked(
-    tracker: str, typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a tracker the key is left out: a variant may run an older checkout, which does not know it."""
     begun: list[Ledger] = []
@@ -238,8 +232,9 @@ def test_trainings_are_not_tracked(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pycls_fast.ledger.ladder.run._work", begin)
-    assert work(tmp_path, typed=[f"trackers=[{tracker}]"]) == 3
-    assert [ledger.typed for ledger in begun] == [typed]
+    typed = [f"trackers=[{tracker}]"]
+    assert work(tmp_path, typed=typed) == 3
+    assert [ledger.typed for ledger in begun] == [[*typed, *more]]
 
 
 @pytest.mark.slow
