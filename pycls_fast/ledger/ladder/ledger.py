@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -158,16 +159,20 @@ class Ledger:
         # Two families may share a run.
         missing, again = list({run.path: run for run in runs if not run.is_done}.values()), list[Job]()
         for at_once, jobs in ((self.settings.jobs, missing), (1, again)):
-            for run, ended in self._each(jobs, at_once):
-                if ended.lacked_memory and at_once > 1:
-                    self.say(f"{run.what}: lacked memory; starting it once more by itself at the end")
-                    again.append(run)
-                    continue
-                if ended.status != 0:
-                    # One that is refused leaves no folder.
-                    write_json(output_file(run.path / FAILED), {"reason": ended.reason()})
-                self._training_seconds.append(ended.seconds)
-                self._report(run.what, ended)
+            with closing(self._each(jobs, at_once)) as each:
+                for run, ended in each:
+                    if ended.lacked_memory and at_once > 1:
+                        self.say(f"{run.what}: lacked memory; starting it once more by itself at the end")
+                        again.append(run)
+                    else:
+                        self._training_done(run, ended)
+
+    def _training_done(self, run: Job, ended: ProcessResult) -> None:
+        if ended.status != 0:
+            # One that is refused leaves no folder.
+            write_json(output_file(run.path / FAILED), {"reason": ended.reason()})
+        self._training_seconds.append(ended.seconds)
+        self._report(run.what, ended)
 
     def measurements(self) -> dict[str, list[Job]]:
         """All of them by kind; trainings are not among them."""
@@ -257,7 +262,7 @@ class Ledger:
         self._report(job.what, ended)
         return ended
 
-    def _each(self, jobs: Sequence[Job], at_once: int) -> Iterator[tuple[Job, ProcessResult]]:
+    def _each(self, jobs: Sequence[Job], at_once: int) -> Generator[tuple[Job, ProcessResult]]:
         """Run jobs, so many at once, and yield each with how it ended. If a stop is requested, or anything raises, all
         end."""
         waiting, free = deque(jobs), list(self.cuda_devices)

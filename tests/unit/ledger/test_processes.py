@@ -205,6 +205,7 @@ class Scene:
         (self.folder / "logs").mkdir()
         self._ledger = ledger = made(self.folder, jobs=jobs)
         ledger.cuda_devices, ledger.say = devices, self.said.append
+        ledger.folder.check(ledger.plan())
         variants = [Variant(name=name, ranks=n) for name, n in ranks.items()]
         ledger.train([Job(each.name, "train", each, (), self.folder / each.name) for each in variants])
         assert not self._ends
