@@ -77,7 +77,7 @@ _NUMBERS: Sequence[tuple[str, str, Callable[[float], str], str]] = (
     ("loss", "loss", "{:.4f}".format, "+.4f"),
     ("best top-1, %", "best_top1", "{:.2f}".format, "+.2f"),
     ("images evaluated", "count", "{:,}".format, ""),
-    ("epochs", "epochs", "{:.1f}".format, ""),
+    ("epochs", "epoch", "{:.1f}".format, ""),
     ("images/s", "images_per_second", "{:,.0f}".format, "ratio"),
     ("ms a step", "step_seconds_p50", lambda value: f"{1e3 * value:.1f}", "ratio"),
     ("peak memory", "memory_peak_bytes", lambda value: human(value, "B"), "ratio"),
