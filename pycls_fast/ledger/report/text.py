@@ -40,14 +40,16 @@ def facts(record: Record) -> list[str]:
     commit = f"commit {git.commit[:10]}{' with changes' if git.changed else ''}" if git else "commit unknown"
     size = f", {memory / 1e9:.0f} GB of memory" if memory else ""
     trainings = len(record.accuracy.runs) if record.accuracy else 0
+    took, states = record.wall_seconds, len(record.code)
     found = [
         f"{time.strftime('%Y-%m-%d', time.gmtime(record.time))}, {commit}",
         f"{_cpu(record)}{size}, device {record.device or 'unknown'}",
         f"{s.mode}, {trainings} trainings, {s.rounds} round{'s' * (s.rounds != 1)}",
-        *([f"{record.wall_seconds / 60:.0f} min with jobs={s.jobs}"] if record.wall_seconds is not None else []),
+        "" if took is None else f"{took / 60:.0f} min with jobs={s.jobs}",
         ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+        f"measured with {states} states of the code" if states > 1 else "",
     ]
-    return [*found, *([f"measured with {len(record.code)} states of the code"] if len(record.code) > 1 else [])]
+    return list(filter(None, found))
 
 
 def headline(record: Record) -> str:
@@ -63,13 +65,9 @@ def headline(record: Record) -> str:
         parts.append(f"{len(costs)} cost{'s' * (len(costs) == 1)} accuracy ({', '.join(costs)})")
     if found.broken:
         parts.append(f"{len(found.broken)} break{'s' * (len(found.broken) == 1)} training ({', '.join(found.broken)})")
-    if words["undecided"]:
-        parts.append(f"{words['undecided']} undecided")
-    if words[None]:
-        parts.append(f"{words[None]} not at a planned look")
     missing = sum(variant.status != "measured" for variant in record.variants)
-    if missing:
-        parts.append(f"{missing} more did not run here")
+    rest = {"undecided": words["undecided"], "not at a planned look": words[None], "more did not run here": missing}
+    parts += [f"{count} {what}" for what, count in rest.items() if count]
     return f"{', '.join(parts)}: a loss of {record.settings.margin:g} points matters, on {record.config_name}."
 
 
