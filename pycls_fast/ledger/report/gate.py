@@ -21,7 +21,8 @@ LEVEL = (1 - CONFIDENCE) / 2
 
 @dataclass
 class Change:
-    """A quantity of a variant before and now, and whether that is a loss, if a test of the `means` confirms it."""
+    """A quantity of a variant before and now, and whether that is a loss, if a test of the `means` confirms it; else
+    the difference is `only` what it says."""
 
     variant: str
     quantity: str
@@ -30,6 +31,7 @@ class Change:
     text: str
     lost: bool = False
     means: tuple[Mean, Mean] | None = None
+    only: str = "within the intervals"
 
     @property
     def row(self) -> dict[str, str]:
@@ -77,7 +79,7 @@ def _tested(found: Iterable[Change]) -> list[Change]:
     p_values = two_sided([p_lower(*change.means) if change.means else None for change in changes])
     for change, p_value in zip(changes, p_values, strict=True):
         if change.means and p_value > LEVEL:
-            change.lost, change.text = False, f"{change.text}, within the intervals"
+            change.lost, change.text = False, f"{change.text}, {change.only}"
     return changes
 
 
@@ -103,7 +105,8 @@ def _speeds(before: Record, now: Record, tolerance: float, absolute: bool) -> It
             lost, text = other.ratio < one.ratio * (1 - tolerance), f"{other.ratio / one.ratio - 1:+.1%}"
             means = (one.mean, other.mean) if one.mean and other.mean else None
             text += "" if means else ", without an interval"
-            yield Change(old.name, quantity, _interval(one), _interval(other), text, lost, means)
+            only = "too few rounds to say" if lost else Change.only
+            yield Change(old.name, quantity, _interval(one), _interval(other), text, lost, means, only)
 
 
 def _speedup(variant: VariantRecord) -> Speedup | None:

@@ -130,7 +130,7 @@ def test_what_the_folder_has_is_not_counted(tmp_path: Path) -> None:
     )
     for file in files:
         file.parent.mkdir(parents=True)
-        file.write_text("{}")
+        file.write_text('{"steps": 1}')
     after = estimated(ledger)
     shares = {name: after[name] / before[name] for name in before}
     assert shares == pytest.approx({"timings": 4 / 6, "rounding": 2 / 3, "gradients": 0, "training": 15 / 16})
