@@ -218,9 +218,11 @@ class TimmNetwork(ExternalNetwork):
                 f"model.name: {name} has no single linear classifier (default_cfg['classifier'] is {head!r}); choose "
                 "another model, or name the last layer in your own: self.default_cfg = {'classifier': 'head'}"
             )
-        for module in self.network.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = attention == "sdpa"
+        switched = [module for module in self.network.modules() if hasattr(module, "fused_attn")]
+        for module in switched:
+            module.fused_attn = attention == "sdpa"
+        self.has_fused_attention = bool(switched)
+        """Whether `attention` changes anything."""
         try:
             # A forward pass, which also shows whether the model takes the images.
             self._layer_names, self._unit_names = find_blocks(self.network, num_classes, self.image_size)
@@ -238,11 +240,6 @@ class TimmNetwork(ExternalNetwork):
     def first_conv_name(self) -> str | None:
         found = self.network.default_cfg.get("first_conv")
         return f"network.{found}" if isinstance(found, str) else None
-
-    @property
-    def has_fused_attention(self) -> bool:
-        """Whether `attention` changes anything."""
-        return any(hasattr(module, "fused_attn") for module in self.network.modules())
 
     def embedding_names(self) -> set[str]:
         """Parameters that timm keeps out of weight decay by name: tokens and positions."""

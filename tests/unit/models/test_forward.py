@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.data.batch import Batch
@@ -122,9 +121,6 @@ def test_images_of_another_size_are_refused() -> None:
 
 
 FORMATS: dict[str, torch.memory_format] = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-# The models whose memory formats are looked at, and the sides of their images: deep maps of one pixel would make
-# BatchNorm divide by differences of a few numbers.
-SIDES = {"resnet18": 32, "resnet50": 64, "vit-sdpa": 32}
 
 
 def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
@@ -132,7 +128,7 @@ def is_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit-sdpa"])
 def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format: Any) -> None:
     """As the run makes model and images."""
     model = MODELS[name](drop_path=0.2).to(memory_format=FORMATS[memory_format])
@@ -163,30 +159,3 @@ def test_every_map_weight_and_gradient_is_in_the_format(name: str, memory_format
         assert parameter.grad is not None, key
         assert parameter.grad.stride() == parameter.stride(), key
         assert parameter.ndim != 4 or is_in(parameter, FORMATS[memory_format]), key
-
-
-def gradients(name: str, memory_format: str, dtype: torch.dtype) -> torch.Tensor:
-    """The logits and all gradients of one batch of random images, as one vector in float64."""
-    model = randomise(MODELS[name](drop_path=0.2)).to(dtype=dtype, memory_format=FORMATS[memory_format])
-    images_BCHW = draw(8, 3, 64, 64, seed=1)[:, :, : SIDES[name], : SIDES[name]]
-    # The same samples are dropped in every format.
-    torch.manual_seed(3)
-    logits_BK = model(images_BCHW.to(dtype).contiguous(memory_format=FORMATS[memory_format]))
-    (logits_BK * draw(8, 7, seed=2).to(dtype)).sum().backward()
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(found) == len(list(model.parameters()))
-    # `reshape` reads channels-last tensors in their logical order.
-    return torch.cat([tensor.detach().double().reshape(-1) for tensor in (logits_BK, *found)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIDES)
-def test_channels_last_rounds_no_more_than_four_times_as_contiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 against float64. A ReLU that rounding turns over would be a thousand times the error of all else."""
-    monkeypatch.setattr(F, "relu", lambda maps, inplace=False: F.silu(maps))
-    exact, other = (gradients(name, memory_format, torch.float64) for memory_format in FORMATS)
-    plain, found = (gradients(name, memory_format, torch.float32) for memory_format in FORMATS)
-    assert (other - exact).norm() <= 1e-12 * exact.norm()
-    reference = (plain - exact).norm()
-    assert 0 < reference <= 1e-4 * exact.norm()
-    assert (found - exact).norm() <= 4 * reference

@@ -117,17 +117,6 @@ def test_the_function_is_timms_and_recomputation_is_exact() -> None:
     assert torch.equal(next(model.parameters()).grad, results[0][1])  # type: ignore[arg-type]
 
 
-def test_attention_is_a_choice_where_timm_has_one() -> None:
-    torch.manual_seed(0)
-    plain = make("vit_tiny_patch16_224", attention="reference", options={"depth": 2}).double()
-    fused = make("vit_tiny_patch16_224", attention="sdpa", options={"depth": 2}).double()
-    fused.load_state_dict(plain.state_dict())
-    assert [model.network.blocks[0].attn.fused_attn for model in (plain, fused)] == [False, True]
-    batch = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    torch.testing.assert_close(fused(batch), plain(batch), rtol=1e-9, atol=1e-9)
-    assert not make("resnet18").has_fused_attention
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "line"),
     [
