@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -231,11 +232,9 @@ def test_a_training_that_is_stopped_has_everything_up_to_then(
 def test_lost_ranks_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two = World(rank=1, size=2, device=torch.device("cpu"))
 
-    def lost(*_: object) -> int:
-        raise RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     monkeypatch.setattr(loop.build, "world", lambda config: nullcontext(two))
-    monkeypatch.setattr(loop, "_train", lost)
+    monkeypatch.setattr(loop, "_train", Mock(side_effect=lost))
     with pytest.raises(SystemExit) as ended:
         pycls_fast.train_net("vit_digits")
     assert ended.value.code == 1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,17 +141,11 @@ def test_none_whole_is_no_new_beginning(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_ones_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = save_checkpoint(state(1), tmp_path, 1, keep=2)
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    for module, function in ((saving, "_begin"), (saving, "_write_tensors"), (saving, "_publish")):
+    line = r"step_000000002: the checkpoint could not be written \(No space left on device\); those before it"
+    for function in ("_begin", "_write_tensors", "_publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(module, function, full)
-            expected = (
-                r"step_000000002: the checkpoint could not be written \(No space left on device\); those before it"
-            )
-            with pytest.raises(UserError, match=expected):
+            patch.setattr(saving, function, Mock(side_effect=OSError(28, "No space left on device")))
+            with pytest.raises(UserError, match=line):
                 save_checkpoint(state(2), tmp_path, 2, keep=2)
         assert list(tmp_path.iterdir()) == [good]
 

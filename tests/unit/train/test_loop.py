@@ -8,10 +8,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -34,6 +34,17 @@ SMALL = (
     *TINY, "data=synthetic", "data.synthetic_train_images=192", "data.synthetic_val_images=64", "data.num_workers=0",
     "data.synthetic_classes=10",
 )  # fmt: skip
+
+
+def written_after(event: threading.Event) -> Callable[..., Path]:
+    """`saving.write`, which waits for the event."""
+    write = saving.write
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        event.wait(60.0)
+        return write(*arguments, **named)
+
+    return slowly
 
 
 def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -80,18 +91,14 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
 def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, log, logged = saving.write, Loop._log, threading.Event()
-
-    def slowly(*arguments: Any, **named: Any) -> Path:
-        logged.wait(60.0)
-        return write(*arguments, **named)
+    log, logged = Loop._log, threading.Event()
 
     def note(self: Loop, done: int) -> None:
         log(self, done)
         if done == 4:
             logged.set()
 
-    monkeypatch.setattr(saving, "write", slowly)
+    monkeypatch.setattr(saving, "write", written_after(logged))
     monkeypatch.setattr(Loop, "_log", note)
     records = run(tmp_path)
     order = [(record["kind"], record["step"]) for record in records]
@@ -103,18 +110,14 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
 
 def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint was still being written."""
-    write, failed = saving.write, threading.Event()
-
-    def slowly(*arguments: Any, **named: Any) -> Path:
-        failed.wait(60.0)
-        return write(*arguments, **named)
+    failed = threading.Event()
 
     def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
         if done == 4:
             failed.set()
             raise UserError("optim.lr: not finite")
 
-    monkeypatch.setattr(saving, "write", slowly)
+    monkeypatch.setattr(saving, "write", written_after(failed))
     monkeypatch.setattr(DivergenceCheck, "check", check)
     with pytest.raises(UserError, match="not finite"):
         run(tmp_path)
@@ -125,20 +128,9 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped in an evaluation, while the checkpoint of its step was written."""
-    write = saving.write
-    attempts: list[int] = []
-
-    def fails_once(*arguments: Any, **named: Any) -> Path:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise UserError("step_000000003: Stale file handle")
-        return write(*arguments, **named)
-
-    def stopped(self: Evaluations, done: int) -> dict[str, str]:
-        raise loop.Stopped
-
+    fails_once = Mock(wraps=saving.write, side_effect=[UserError("step_000000003: Stale file handle"), DEFAULT])
     monkeypatch.setattr(saving, "write", fails_once)
-    monkeypatch.setattr(Evaluations, "evaluate", stopped)
+    monkeypatch.setattr(Evaluations, "evaluate", Mock(side_effect=loop.Stopped))
     assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
     assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -53,10 +54,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_memory_that_does_not_suffice(tool: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object, **options: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-
-    monkeypatch.setattr(VisionTransformer, "forward", full)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    monkeypatch.setattr(VisionTransformer, "forward", Mock(side_effect=full))
     with pytest.raises(UserError) as caught:
         TOOLS[tool](config)
     assert caught.value.lines == (

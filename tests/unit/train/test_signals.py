@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -200,11 +201,8 @@ def test_before_the_training_it_ends_at_once(
 def test_a_run_whose_training_begins_keeps_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Path, at: str, left: set[str]
 ) -> None:
-    def fail(*arguments: object) -> None:
-        raise UserError("key: wrong")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"pycls_fast.train.loop.{at}", fail)
+    monkeypatch.setattr(f"pycls_fast.train.loop.{at}", Mock(side_effect=UserError("key: wrong")))
     typed = [*SMALL, f"data.root={digits}", "runtime.progress=plain", "trackers=[]"]
     with pytest.raises(UserError, match="key: wrong"):
         train(load_config("vit_digits", typed))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -156,10 +157,7 @@ def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_pat
 
 @pytest.mark.slow
 def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise ConnectionError("no route to host\nat all")
-
-    service.on_values = fail
+    service.on_values = Mock(side_effect=ConnectionError("no route to host\nat all"))
     assert run(service, tmp_path, "runtime.log_every_steps=1") == 0
     assert len(records(tmp_path, "train")) == 6
     (warning,) = re.findall(r"warning: (.*)", capsys.readouterr().out)
@@ -170,10 +168,7 @@ def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: py
 def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
-        raise PermissionError("not logged in")
-
-    service.on_start = fail
+    service.on_start = fail = Mock(side_effect=PermissionError("not logged in"))
     line = f"trackers: {service.package} cannot start \\(PermissionError: not logged in\\); pip install "
     with pytest.raises(UserError, match=f"^{line}"):
         run(service, tmp_path)
