@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from pycls_fast import build
 from pycls_fast.config import Purpose, RunConfig, load_config
@@ -140,8 +141,14 @@ def imagined(ranks: int) -> Iterator[None]:
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    """Tensors, or lists or dictionaries of them, do not differ."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    """Nested containers of tensors and other values do not differ."""
+    ours, theirs = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(each)} for each in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for place, value in theirs.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(ours[place], value, rtol=0, atol=0, msg=partial("{}: {}".format, place))
+        else:
+            assert ours[place] == value, place
 
 
 State = Mapping[str, Tensor]

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pycls_fast.config import RunConfig, load_config
 from pycls_fast.files import checkpoints
 from pycls_fast.train import train
@@ -130,17 +128,3 @@ def assert_same_records(run_dir: Path, reference: Path) -> None:
     for kind, names in (("train", ("step", "loss", "grad_norm", "lr")), ("eval", ("step", "weights", "loss", "top1"))):
         ours, theirs = ([[r[name] for name in names] for r in records(folder, kind)] for folder in (run_dir, reference))
         assert ours == theirs
-
-
-def assert_same_state(one: Any, other: Any, place: str = "state") -> None:
-    """Nested containers of tensors with the same bits."""
-    assert type(one) is type(other), place
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), place
-        for key in one:
-            assert_same_state(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, place
-        assert torch.equal(one, other), f"{place}: largest difference {(one - other).abs().max()}"
-    else:
-        assert one == other, place

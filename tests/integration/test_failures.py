@@ -22,11 +22,11 @@ import pytest
 from pycls_fast.data.sampling import epoch_order
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import checkpoint
+from tests.factories import assert_same_bits
 from tests.integration.runs import (
     ROOT,
     TINY,
     assert_same_records,
-    assert_same_state,
     command,
     environment,
     newest_checkpoint,
@@ -124,7 +124,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Itera
 def assert_same_end(launch: Launch, reference: Launch) -> None:
     ours, theirs = newest_checkpoint(launch.run_dir), newest_checkpoint(reference.run_dir)
     for part in ("model", "ema", "optimizer"):
-        assert_same_state(ours[part], theirs[part])
+        assert_same_bits(ours[part], theirs[part])
     assert_same_records(launch.run_dir, reference.run_dir)
 
 

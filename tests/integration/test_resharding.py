@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.factories import load_checkpoint
-from tests.integration.runs import assert_same_state
+from tests.factories import assert_same_bits, load_checkpoint
 from tests.integration.strategy_worker import run_cases
 from tests.integration.test_strategies import MODELS, STRATEGIES, run_ranks
 
@@ -75,7 +74,7 @@ def test_every_strategy_on_every_number_of_ranks(tmp_path: Path, digits: Path) -
         for name, end in go_on(tmp_path / f"on{ranks}", origin, digits, ranks).items():
             before, _ = name.split("-")
             for part in ("model", "ema", "optimizer"):
-                assert_same_state(end["began"][part], states[before][part], f"{name}.{part}")
+                assert_same_bits(end["began"][part], states[before][part])
             assert len(end["losses"]) == MORE
             assert all(map(math.isfinite, end["losses"]))
             assert end["losses"] == pytest.approx(losses.setdefault(before, end["losses"]), abs=1e-5), name
@@ -96,7 +95,7 @@ def test_divided_experts_are_saved_whole(tmp_path: Path, digits: Path, strategy:
         ends |= {name: torch.load(folder / f"{name}.pt") for name in cases}
     for name, end in ends.items():
         for part in ("model", "ema", "optimizer"):
-            assert_same_state(end["began"][part], state[part], f"{name}.{part}")
+            assert_same_bits(end["began"][part], state[part])
         assert end["losses"] == pytest.approx(ends["single"]["losses"], abs=1e-5), name
 
 
