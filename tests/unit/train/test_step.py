@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +48,13 @@ class Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class HostReads(TorchDispatchMode):
-    """Names of what the host waits for, but for the step counters of optimizers, which torch keeps on the host."""
+class Operators(TorchDispatchMode):
+    """All but the step counters of optimizers, which torch keeps on the host."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, found: list[str], optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self.found: list[str] = []
-        self._methods = Methods(self.found)
-        state = optimizer.state.values() if optimizer is not None else []
-        self._counters = {id(values["step"]) for values in state if "step" in values}
+        self.found = found
+        self._counters = {id(values["step"]) for values in optimizer.state.values() if "step" in values}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masked = func.overloadpacket in MASKED and any(i is not None and i.dtype == torch.bool for i in args[1])
@@ -62,13 +62,13 @@ class HostReads(TorchDispatchMode):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Any:
-        self._methods.__enter__()
-        return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
+@contextmanager
+def host_reads(optimizer: torch.optim.Optimizer) -> Iterator[list[str]]:
+    """Names of what the host waits for."""
+    found: list[str] = []
+    with Methods(found), Operators(found, optimizer):
+        yield found
 
 
 class OperatorTape(TorchDispatchMode):
@@ -154,9 +154,9 @@ def reads(*arguments: str) -> list[str]:
     metrics, parts = TrainMetrics(CPU, read=one.switches.metrics), one.step.accumulation_steps
     batches = [batch(number, 8 // parts) for number in range(parts)]
     one.step(0, batches, metrics)
-    with HostReads(one.step.optimizer) as counted:
+    with host_reads(one.step.optimizer) as found:
         one.step(1, batches, metrics)
-    return counted.found
+    return found
 
 
 @pytest.mark.parametrize("preset", ["reference", "fast"])
@@ -294,10 +294,10 @@ def test_the_host_reads_nothing_and_what_the_graph_reads_stays_where_it_is() -> 
     one = of_kind("vit", graphed=True)
     step, metrics, places = one.step, TrainMetrics(CPU), []
     for position in range(STEPS):
-        with HostReads(step.optimizer) as counted:
+        with host_reads(step.optimizer) as found:
             step(position, [batch(position)], metrics)
         # The first step makes the optimizer's state, whose counters are not known before.
-        assert position == 0 or counted.found == []
+        assert position == 0 or found == []
         assert step.fixed.keys() == {"images_BCHW", "labels_B", "mixed_B", "lam", "ema_share"}
         held = [*step.fixed.values(), metrics._sums, *one.network.parameters(), *step.ema.values.values()]
         held += [value for state in step.optimizer.state.values() for value in state.values()]
