@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.source import Files
 from pycls_fast.files import user_path, weights_at
 from pycls_fast.models.choices import ResNetModel, ViTModel
 from pycls_fast.precision import LEVELS, Level
@@ -148,6 +149,10 @@ ERASED_BY_WORKERS = Condition(
 ERASED_ON_DEVICE = Condition(
     "speed.erase_on", lambda now: now.speed.erase_on == "device" and now.config.augment.erase_probability > 0)
 MIXED_BY_WORKERS = Condition("speed.mix_on", lambda now: now.speed.mix_on == "cpu" and now.config.augment.mixes)
+# The hub's splits have usual names.
+NO_FILES = Condition(
+    "data.train",
+    lambda now: isinstance(now.config.data, Files) and now.config.data.source != "hub" and not now.config.data.train)
 SEVERAL, ONE_LABEL = "data.label_separator!=null", "data.label_separator=null"
 SOFTMAX = Condition("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
 
@@ -255,6 +260,7 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
      "data.shuffle=full or data.sampling=uniform"),
     ("data.shard_cache_gib!=null", "data.shard_cache=null", "it limits that folder",
      "data.shard_cache=copies or data.shard_cache_gib=null"),
+    ("data.val!=null", NO_FILES, "those for training are not named", "data.train=FILES or data.val=null"),
     # Within the network.
     ("speed.qkv=fused", "precision.name=fp8", "one product bypasses the float8 layers", "speed.qkv=separate"),
     ("speed.linear=products", "precision.name=fp8", "they bypass the float8 layers", "speed.linear=torch"),

@@ -125,8 +125,6 @@ def find_files(root: str, suffixes: tuple[str, ...], data: Files, *, deep: bool 
     Raises:
         OSError, UserError: no files, a shard that is missing, or names that do not tell the split.
     """
-    if data.val is not None and data.train is None:
-        raise UserError("data.val: given without data.train; give both, or neither")
     if data.train is not None:
         train = _expand(root, data.train, "data.train")
         return {"all": train} if data.val is None else {"train": train, "val": _expand(root, data.val, "data.val")}

@@ -26,6 +26,7 @@ OTHER = {
     "data.label_separator": "; data.source=manifest loss=bce",
     "data.sampling": "balanced",
     "data.shard_cache_gib": "1.0 data.source=tar",
+    "data.val": "val.tar data.source=tar",
     "distill.teacher": "some.safetensors",
     "loss.class_weights": "auto",
     "model.drop_path": "0.1",
@@ -45,6 +46,7 @@ MODELS = {"model.experts=0|null": "vit_digits", "model.kind!=vit": "resnet50"}
 # Settings that make a fact true.
 EXAMPLES = {
     conflicts.DRAWS_ON_DEVICE: "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1",
+    conflicts.NO_FILES: "data.source=tar",
     conflicts.MICROBATCHES: "optim.accumulation_steps=2",
     conflicts.SHARDED: "parallel=fsdp",
     conflicts.KEEPS_WEIGHTS: "parallel=ddp",
