@@ -30,7 +30,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.parallel.world import ALONE
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.environment import environment, provenance_lines
 
@@ -109,8 +108,7 @@ def our_step(name: str, settings: str, batch: int, image_size: int) -> Step:
     config, world = load_config(name, [*PLAIN, *settings.split(), *sizes]), ALONE
     switches = build.switches(config, world.device)
     build.set_backend(config, world.device, switches)
-    network = build.model(config, CLASSES, switches)
-    network = place_model(network, world, memory_format=switches.memory_format)
+    network = build.place(config, build.model(config, CLASSES, switches), world, switches)
     trainer = Trainer(make_step(config, network, world, switches, steps_per_epoch=1000), world, switches)
     images = synthetic_batch(
         batch, config.data.image_size, CLASSES, erase_probability=0.0, seed=1, device=world.device,

@@ -27,7 +27,6 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.memory_plan import gigabytes as readable
 from pycls_fast.train.assemble import make_step
@@ -90,8 +89,7 @@ def measure(model: str, overrides: list[str]) -> dict[str, float]:
         size = config.data.image_size
         forget_peak()
         before = highest_resident()
-        network = build.model(config, 1000, switches, empty=config.parallel.facts.shards_weights)
-        network = place_model(network, world, memory_format=switches.memory_format)
+        network = build.place(config, build.trained_model(config, 1000, switches, world), world, switches)
         step = make_step(config, network, world, switches, steps_per_epoch=10)
         batch = synthetic_batch(IMAGES, size, 1000, erase_probability=0.0, seed=world.rank, device=world.device)
         metrics = TrainMetrics(world.device)

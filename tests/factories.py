@@ -30,7 +30,6 @@ from pycls_fast.config.saved import SAVED, register
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.world import ALONE, World
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.train import checkpoint, saving
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.checkpoint import split
@@ -124,9 +123,7 @@ def photographs(root: Path, classes: Sequence[str], count: int, *, sides: tuple[
 def step_of(config: RunConfig, world: World = ALONE, *, classes: int = 10) -> Step:
     """A run's step, with initial weights."""
     switches = build.switches(config, world.device)
-    sharded = config.parallel.facts.shards_weights
-    network = build.model(config, classes, switches, empty=sharded and world.pipeline == 1)
-    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
+    network = build.place(config, build.trained_model(config, classes, switches, world), world, switches)
     return make_step(config, network, world, switches, steps_per_epoch=4)
 
 

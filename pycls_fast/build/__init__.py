@@ -48,7 +48,9 @@ from pycls_fast.build.network import (
     model,
     num_classes,
     optimizer,
+    place,
     schedule,
     split_into_stages,
+    trained_model,
     wrap,
 )

@@ -40,7 +40,7 @@ from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Pipeline
 from pycls_fast.parallel.precision import use_float8
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import wrap_model
+from pycls_fast.parallel.wrap import place_model, wrap_model
 from pycls_fast.seeds import counter_seed
 from pycls_fast.speed import Speed
 
@@ -77,6 +77,26 @@ def model(config: RunConfig, classes: int, switches: Speed, *, empty: bool = Fal
         network = build(classes, config.data.image_size, **own)
     _check(config, network)
     return network
+
+
+def trained_model(config: RunConfig, classes: int, switches: Speed, world: World) -> Network:
+    """The network as training begins with it: on the meta device if each rank will initialise its shards itself.
+
+    What is cut into stages has memory until then, because each stage's shards are taken from whole values; so has a
+    network whose constructor draws its values.
+    """
+    empty = config.parallel.facts.shards_weights and world.pipeline == 1
+    network = model(config, classes, switches, empty=empty)
+    if empty and type(network).initialisers is Network.initialisers:
+        return model(config, classes, switches)
+    return network
+
+
+def place(config: RunConfig, network: Network, world: World, switches: Speed) -> Network:
+    """Move a network to the device and memory format, in place (`place_model`). Shards are contiguous, and convolutions
+    follow the format of the images."""
+    sharded = config.parallel.facts.shards_weights
+    return place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
 
 
 def _check(config: RunConfig, network: Network) -> None:

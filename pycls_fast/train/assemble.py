@@ -22,9 +22,9 @@ from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.weights import LocalShards, OwnedWeights, local
+from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import check_same_data
@@ -58,13 +58,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     steps_per_epoch = build.steps_per_epoch(config, len(train))
     images = build.total_steps(config, steps_per_epoch) * config.data.global_batch_size
     switches = compile_if_it_pays(config, switches, world, images=images)
-    sharded = config.parallel.facts.shards_weights
-    # What is cut into stages has memory until then: each stage's shards are taken from whole values.
-    empty = sharded and world.pipeline == 1
-    network = build.model(config, classes, switches, empty=empty)
-    if empty and type(network).initialisers is Network.initialisers:
-        empty, network = False, build.model(config, classes, switches)
-
+    network = build.trained_model(config, classes, switches, world)
     # A module of the user's own rarely has a head for these classes.
     new_head = config.model.kind == "given"
 
@@ -76,12 +70,11 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
             shaped = network if flat is None else build.model(config, classes, switches, empty=True)
             new_head = _load_initial(config, shaped, train.classes, world, display, into=flat)
 
-    if not empty:
+    if not is_empty(network):
         load()
     counted = complexity(lambda: build.counted_model(config, classes), image_size=config.data.image_size)
     switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
-    # Shards are contiguous, and convolutions follow the format of the images.
-    network = place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
+    network = build.place(config, network, world, switches)
     step = make_step(config, network, world, switches, steps_per_epoch, load, train=train)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.distillation = build_distillation(config, train, world, switches)

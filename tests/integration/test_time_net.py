@@ -218,7 +218,14 @@ def test_training_is_timed_and_counted_at_its_own_size(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divided", [(), ("parallel.pipeline_degree=2", "optim.accumulation_steps=2")])
+@pytest.mark.parametrize(
+    "divided",
+    [
+        (),
+        ("parallel.pipeline_degree=2", "optim.accumulation_steps=2"),
+        ("parallel=fsdp", "parallel.pipeline_degree=2", "optim.accumulation_steps=2"),
+    ],
+)
 def test_ranks_are_timed_together(tmp_path: Path, digits: Path, divided: tuple[str, ...]) -> None:
     arguments = [f"data.root={digits}", *TINY, *QUICK, *divided, "output=timing.json"]
     done = run_process(under_torchrun(command(*arguments, tool="time_net"), 2), cwd=tmp_path)

@@ -31,7 +31,6 @@ from pycls_fast.ledger.measure.workloads import (
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.world import World
-from pycls_fast.parallel.wrap import place_model
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.seeds import counter_seed
 from pycls_fast.train.assemble import make_step
@@ -118,8 +117,7 @@ class TimedVariant:
 
     def _build_model_parts(self, parts: Sequence[PartName]) -> None:
         config, switches, world = self.config, self.switches, self.world
-        network = build.model(config, self.classes, switches, empty=config.parallel.facts.shards_weights)
-        network = place_model(network, world, memory_format=switches.memory_format)
+        network = build.place(config, build.trained_model(config, self.classes, switches, world), world, switches)
         step = make_step(config, network, world, switches, self._steps_per_epoch)
         self.trainer = Trainer(step, world, switches)
         microbatch, host = build.microbatch_size(config, world), build.prepare_on_host(config, switches)
