@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from pycls_fast.data.batch import Batch, Damage, HostStage, Sample, collate
-from pycls_fast.data.decoders import DECODERS, Open
+from pycls_fast.data.decoders import DECODERS, Picture
 from pycls_fast.data.sampling import Key, Keys
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.remote import PAUSES
@@ -55,7 +55,7 @@ class ImageDataset(Dataset[Sample]):
     """A stage for the whole batch before it leaves the worker."""
     repeats: int = 1
     """How often each image of an epoch is seen (`TrainSampler`)."""
-    open_picture: Open = DECODERS["pillow"]
+    open_picture: Callable[[bytes | np.ndarray], Picture] = DECODERS["pillow"]
     """How images are decoded."""
     _is_away: bool = field(default=False, init=False)
 

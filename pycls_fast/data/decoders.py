@@ -126,9 +126,6 @@ class ArrayPicture:
         return native.array_region(self._image_HWC, crop)
 
 
-Open = Callable[[bytes | np.ndarray], Picture]
-
-
 @dataclass(frozen=True)
 class Decoder:
     """How one value of `speed.decode` opens images.

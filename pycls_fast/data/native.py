@@ -24,7 +24,6 @@ from pycls_fast.files import cache_folder
 _SOURCE = Path(__file__).with_name("jpeg_region.c")
 # No fused multiply-adds: the coefficients must match Pillow's to the bit.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
-_LIBRARIES = ("-ljpeg", "-lm")
 _OK, _NO_MEMORY = 0, 2
 
 
@@ -72,7 +71,7 @@ def _compile(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [*_compiler(), *_FLAGS, str(_SOURCE), "-o", str(made), *_LIBRARIES]
+        command = [*_compiler(), *_FLAGS, str(_SOURCE), "-o", str(made), "-ljpeg", "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
         if result.returncode:
             problems = [line.strip() for line in result.stderr.splitlines() if "error" in line]

@@ -48,23 +48,17 @@ class Texts:
         return os.fsdecode(self.data[start : self.ends[index]].tobytes())
 
     def hashes(self) -> np.ndarray:
-        """Each string's FNV-1a hash, uint64."""
-        found = np.full(len(self), _FNV_START, np.uint64)
-        start = 0
+        """Each string's FNV-1a hash, uint64; computed one byte of many strings at a time, the longest first."""
+        found_N = np.empty(len(self), np.uint64)
+        starts_N = np.append(0, self.ends[:-1])
         for first in range(0, len(self), _HASHED_TOGETHER):
-            ends = self.ends[first : first + _HASHED_TOGETHER]
-            _hash_into(found[first : first + len(ends)], self.data, np.append(start, ends[:-1]), ends)
-            start = ends[-1]
-        return found
-
-
-def _hash_into(hashes_N: np.ndarray, data: np.ndarray, starts_N: np.ndarray, ends_N: np.ndarray) -> None:
-    """Continue the hashes with the strings, one byte of all of them at a time."""
-    longest_first = np.argsort(starts_N - ends_N, kind="stable")
-    values_N, places_N = hashes_N[longest_first], starts_N[longest_first]
-    lengths_N = (ends_N - starts_N)[longest_first]
-    # How many strings have a byte at each place.
-    counts = np.searchsorted(-lengths_N, -np.arange(lengths_N[0]), side="left")
-    for place, count in enumerate(counts.tolist()):
-        values_N[:count] = (values_N[:count] ^ data[places_N[:count] + place]) * _FNV_PRIME
-    hashes_N[longest_first] = values_N
+            own = slice(first, first + _HASHED_TOGETHER)
+            lengths_N = self.ends[own] - starts_N[own]
+            order_N = np.argsort(-lengths_N, kind="stable")
+            places_N, values_N = starts_N[own][order_N], np.full(len(order_N), _FNV_START, np.uint64)
+            # How many strings have a byte at each place.
+            counts = np.searchsorted(-lengths_N[order_N], -np.arange(lengths_N.max()), side="left")
+            for place, count in enumerate(counts.tolist()):
+                values_N[:count] = (values_N[:count] ^ self.data[places_N[:count] + place]) * _FNV_PRIME
+            found_N[own][order_N] = values_N
+        return found_N
