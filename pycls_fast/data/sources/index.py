@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,18 +37,30 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> No
     """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all."""
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
     entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
+    entries["checksum"] = _checksum(entries)
     with atomic_write(file) as draft, draft.open("wb") as written:
         np.savez(written, **entries)
         flush(written)
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    found = 0
+    for name, array in sorted(arrays.items()):
+        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
+    return np.array(found, np.uint32)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
     """The arrays and the description in a file of `write_arrays`.
 
     Raises:
-        OSError, ValueError, KeyError: it cannot be read, or is damaged or something else.
+        OSError, ValueError: it cannot be read, or is damaged or something else.
     """
     arrays = read_npz(file)
+    # Arrays that do not fit each other would be found out image by image; the archive's checksums are of each alone.
+    if "about" not in arrays or not np.array_equal(arrays.pop("checksum", None), _checksum(arrays)):
+        raise ValueError(f"{file} is damaged")
     return arrays, parse_json(arrays.pop("about").tobytes().decode("utf-8", "surrogateescape"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -108,12 +109,14 @@ def test_where_indexes_are_kept(tree: Path, tmp_path: Path, monkeypatch: pytest.
     assert listed == []
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "misfit"])
 def test_a_damaged_index_is_made_anew(tree: Path, damage: str) -> None:
     before = names(scan_classes(tree, ALWAYS))
     place = tree.parent / ".pycls_fast_index" / tree.name / "class_folders.npz"
     whole = place.read_bytes()
-    damaged = {"cut": whole[: len(whole) // 2], "empty": b"", "other": b"<html>" * 99}
+    with np.load(place) as stored:
+        np.savez(misfit := io.BytesIO(), **{**stored, "labels": stored["labels"][:1]})
+    damaged = {"cut": whole[: len(whole) // 2], "empty": b"", "other": b"<html>" * 99, "misfit": misfit.getvalue()}
     place.write_bytes(damaged[damage])
     assert names(scan_classes(tree, ALWAYS)) == before
     assert names(scan_classes(tree, ALWAYS)) == before
