@@ -141,7 +141,7 @@ def trained_size(weights: Weights) -> Size | None:
 def _described(found: Path | str) -> pretrained.Preprocessing | None:
     """What a description says about the weights; None if it is damaged, which only matters to those who need it."""
     try:
-        return pretrained.described(found, for_scoring=False)
+        return pretrained.preprocessing_of(found, for_scoring=False)
     except UserError:
         return None
 

@@ -15,4 +15,4 @@ from pycls_fast.models.pretrained.read import local_file as local_file
 from pycls_fast.models.pretrained.read import pinned as pinned
 from pycls_fast.models.pretrained.read import read_weights as read_weights
 from pycls_fast.models.pretrained.traits import Preprocessing as Preprocessing
-from pycls_fast.models.pretrained.traits import described as described
+from pycls_fast.models.pretrained.traits import preprocessing_of as preprocessing_of

@@ -156,7 +156,7 @@ class Preprocessing:
     trained_size: Size | None = None
 
 
-def described(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
+def preprocessing_of(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
     """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
 
     Args:

@@ -153,7 +153,7 @@ def set_up(
         weights = open_source(config.weights, world, programs=programs)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if weights.config is None else None
-        about = pretrained.described(weights.path, model=name) if preprocessing == "weights" else None
+        about = pretrained.preprocessing_of(weights.path, model=name) if preprocessing == "weights" else None
         if about is not None:
             config = build.with_preprocessing(config, about, kept=typed)
             if config != build.with_preprocessing(config, about):
