@@ -130,17 +130,17 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        self._owned: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
-        self._copies = [[nn.Parameter(_host_like(p).copy_(p.detach())) for p in owned] for owned in self._owned]
-        self.inner = make([{**g, "params": copies} for g, copies in zip(groups, self._copies, strict=True)])
-        own = [{**g, "params": owned} for g, owned in zip(self.inner.param_groups, self._owned, strict=True)]
-        super().__init__(own, self.inner.defaults)
+        copy_of = {p: nn.Parameter(_host_like(p).copy_(p.detach())) for group in groups for p in group["params"]}
+        self._pairs = list(copy_of.items())
+        self.inner = make([{**group, "params": [copy_of[p] for p in group["params"]]} for group in groups])
+        settings = zip(self.inner.param_groups, groups, strict=True)
+        super().__init__([{**inner, "params": list(g["params"])} for inner, g in settings], self.inner.defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the device's parameters from their gradients; there is no `closure`."""
         devices = set()
-        for parameter, copy in self._pairs():
+        for parameter, copy in self._pairs:
             if parameter.grad is None:
                 copy.grad = None
                 continue
@@ -154,7 +154,7 @@ class HostOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             _set_group_lr(inner, group["lr"])
         self.inner.step()
-        for parameter, copy in self._pairs():
+        for parameter, copy in self._pairs:
             if parameter.grad is not None:
                 parameter.copy_(copy, non_blocking=True)
 
@@ -165,15 +165,8 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state; the copies take the parameters' current values, so load the parameters first."""
         self.inner.load_state_dict(state_dict)
-        for parameter, copy in self._pairs():
+        for parameter, copy in self._pairs:
             copy.copy_(parameter)
-
-    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [
-            pair
-            for owned, copies in zip(self._owned, self._copies, strict=True)
-            for pair in zip(owned, copies, strict=True)
-        ]
 
 
 def _host_like(parameter: Tensor) -> Tensor:
