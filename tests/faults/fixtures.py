@@ -9,14 +9,13 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageFile
 
+from pycls_fast.config.keys import flat
 from pycls_fast.data.sources.arrays import write_digits
 from pycls_fast.files import checkpoints
 from tests.factories import load_checkpoint
@@ -105,10 +104,6 @@ class Fixtures:
         subprocess.run(["cc", *flags, source, "-o", program, "-ljpeg", "-lm"], check=True, capture_output=True)
         _write_jpegs(self.folder / "jpegs")
 
-    def filled(self, arguments: Sequence[str]) -> list[str]:
-        """Arguments with the folder in place of FIXTURES."""
-        return [argument.replace("FIXTURES/", f"{self.folder}/") for argument in arguments]
-
     def copy(self, name: str, folder: Path) -> Path:
         """A copy of something in the fixtures, in a folder."""
         source = self.folder / name
@@ -123,7 +118,9 @@ class Fixtures:
             newest = next(checkpoints(folder / "run" / "checkpoints"))
             state = load_checkpoint(newest)
             digest = hashlib.sha256()
-            _hash({part: state[part] for part in ("model", "ema", "optimizer")}, digest)
+            for key, value in sorted(flat({part: state[part] for part in ("model", "ema", "optimizer")}).items()):
+                digest.update(key.encode())
+                digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
             lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
             steps = [record["step"] for record in lines if record["kind"] == "train"]
             print("state", digest.hexdigest(), steps == list(range(1, STEPS + 1)), state["step"])
@@ -151,16 +148,6 @@ def _write_jpegs(folder: Path) -> None:
         image = image.convert("L") if number % 5 == 0 else image
         how = {"progressive": number % 3 == 0, "restart_marker_blocks": number % 4, "subsampling": number % 3}
         image.save(folder / f"{number}.jpg", quality=30 + 3 * number, **how)
-
-
-def _hash(values: Mapping[str, Any], digest: Any) -> None:
-    for key in sorted(values):
-        value = values[key]
-        digest.update(key.encode())
-        if isinstance(value, Mapping):
-            _hash(value, digest)
-        else:
-            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
 
 
 def pick(draw: random.Random, folder: Path, *patterns: str) -> Path:
