@@ -154,7 +154,7 @@ class Loop:
     def _begin(self) -> None:
         """Do what comes before the first step: the fit of a new head, and an evaluation that is missing."""
         run = self.run
-        if run.config.begins_with_probe and run.new_head and run.saved_step is None:
+        if run.fits_head:
             fit_head(run, self._stop_if_asked, self.stop.check)
         start = run.start_step
         if self.evaluations.due(start) and not self.evaluations.has(start):

@@ -73,6 +73,11 @@ class Run(Parts):
         """Whether the folder already held the last step: then its settings and records stay as they are."""
         return self.saved_step is not None and self.start_step >= self.total_steps
 
+    @property
+    def fits_head(self) -> bool:
+        """Whether it begins by fitting a new head to features; a checkpoint has one."""
+        return self.config.begins_with_probe and self.new_head and self.saved_step is None
+
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}

@@ -117,9 +117,7 @@ def _training(run: Run) -> str:
         rank = config.optim.lora_rank
         names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
         what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
-    # Else the checkpoint has a head.
-    begins = config.begins_with_probe and run.new_head and run.saved_step is None
-    return f"first a new head, fitted to the images' features, then {what}" if begins else what
+    return f"first a new head, fitted to the images' features, then {what}" if run.fits_head else what
 
 
 def _steps(run: Run) -> str:

@@ -231,15 +231,8 @@ def go_on(
     order: str = "full",
     names: str = "names-1",
 ) -> list[str]:
-    """What is noted when a run of Adafactor goes on with these overrides.
-
-    Args:
-        images: in the training split now; the checkpoint is of 7.
-        source: the training split, instead of these.
-        ranks: now; the checkpoint is of 2.
-        order: of the images, in the checkpoint.
-        names: of the images, in the checkpoint; now they are "names-1".
-    """
+    """What is noted when a run of Adafactor goes on with these overrides, now on so many images (or `source`) and
+    ranks. The checkpoint is of 7 images and 2 ranks, of this `order` and these `names`, which are "names-1" now."""
     own = () if "optim=lamb" in overrides else ("optim=adafactor",)
     config = config_of(*own, "data.folds=5", *overrides)
     saved = config_of("optim=adafactor", "data.folds=5").model_dump(mode="json")
