@@ -102,12 +102,12 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
 def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
-    def place_model(network: Any, *args: Any, **settings: Any) -> Any:
+    def place(config: Any, network: Any, *more: Any) -> Any:
         built.append(all(parameter.is_meta for parameter in network.parameters()))
-        return place(network, *args, **settings)
+        return placed(config, network, *more)
 
-    place = timed_variant.place_model
-    monkeypatch.setattr(timed_variant, "place_model", place_model)
+    placed = timed_variant.build.place
+    monkeypatch.setattr(timed_variant.build, "place", place)
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"run_dir={tmp_path}", "parallel=fsdp"])
     assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "model"}) == 0
     assert built == [True]
