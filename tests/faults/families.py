@@ -270,8 +270,12 @@ def surroundings(this: Try) -> None:
     name = names[this.number] if this.number < len(names) else this.draw.choice(names)
     this.about, this.tried = name, 1
     case = CASES[name]
-    arguments = case.prepare(this.fixtures, this.folder)
-    arguments = this.fixtures.train + tuple(arguments[1:]) if arguments[0] == "train" else tuple(arguments)
+    if case.image is not None:
+        case.image(this.fixtures.copy("folder", this.folder) / "train" / "n01440764" / "x.jpg")
+    if case.change is not None:
+        case.change(this.fixtures.copy("run", this.folder))
+    words = case.words.replace("FIXTURES", str(this.fixtures.folder)).split()
+    arguments = [*this.fixtures.train, *words[1:]] if words[0] == "train" else words
     # Three of four: with another oddity, so that cases meet.
     oddity = this.draw.choice(({}, {"LC_ALL": "C"}, {"HOME": "/nonexistent"}, {"TMPDIR": "/x"}))
     environment = {**case.environment, **oddity}

@@ -7,44 +7,49 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.attempt import LIMIT, Action, new_process, tool
-from tests.faults.fixtures import Fixtures
 
-Prepare = Callable[[Fixtures, Path], Sequence[str]]
+_TRAIN = "train run_dir=run schedule.max_steps=3"
+_ON_FOLDER = "train data=folder data.root=folder data.global_batch_size=4 schedule.max_steps=9"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is prepared (it returns the arguments; `train` stands for the whole training), and the process's limits."""
+    """A command (`train` stands for the whole training, FIXTURES for the folder of what is there), and its process.
 
-    prepare: Prepare
+    Attributes:
+        setup: called in the process, before.
+        image: makes one odd file among the images of `folder`, a copy of class folders.
+        change: is given `run`, a copy of the finished run.
+        after: what fell short, by the folder and what was said.
+        workers_tell: torch's thread in a worker may print its traceback before the line.
+    """
+
+    words: str = _TRAIN
     setup: Callable[[], object] = lambda: None
+    image: Callable[[Path], object] | None = None
+    change: Callable[[Path], object] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[int, ...] = (0, 2)
     after: Callable[[Path, str], list[str]] | None = None
     limit: float = LIMIT
     run: Callable[..., Action] = tool
     workers_tell: bool = False
-    """Whether torch's thread in a worker may print its traceback before the line."""
 
 
-def _train(*overrides: str) -> Prepare:
-    return lambda fixtures, folder: ["train", "run_dir=run", "schedule.max_steps=3", *overrides]
-
-
-def _limit(kind: int, value: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(kind, (value, value))
+def _limit(kind: str, value: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
 
 
 def _little_memory() -> None:
     """Room for the first lines, not for a network: with more a library of torch may end the process by a signal."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     used = int(status["VmData"].split()[0]) << 10
-    _limit(_DATA, used + (10 << 20))()
+    _limit("DATA", used + (10 << 20))()
 
 
 def _no_shared_memory() -> None:
@@ -52,29 +57,6 @@ def _no_shared_memory() -> None:
     libc = ctypes.CDLL(None)
     if libc.unshare(_NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, _PRIVATE, None) == 0:
         libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=4k")
-
-
-def _odd_image(make: Callable[[Path], object], *arguments: str) -> Prepare:
-    """One odd file among the images of class folders; FIXTURES/run predicts, or it is trained on."""
-
-    def prepare(fixtures: Fixtures, folder: Path) -> Sequence[str]:
-        images = fixtures.copy("folder", folder)
-        make(images / "train" / "n01440764" / "x.jpg")
-        where = {"RUN": str(fixtures.folder / "run"), "IMAGES": str(images / "train")}
-        return [where.get(word, word) for word in arguments]
-
-    return prepare
-
-
-_ON_FOLDER = ("train", "data=folder", "data.root=folder", "data.global_batch_size=4", "schedule.max_steps=9")
-
-
-def _on_run(change: Callable[[Path], object], *arguments: str) -> Prepare:
-    def prepare(fixtures: Fixtures, folder: Path) -> Sequence[str]:
-        change(fixtures.copy("run", folder))
-        return arguments
-
-    return prepare
 
 
 def _sparse(path: Path, size: int = 8 << 30) -> None:
@@ -116,16 +98,13 @@ def _formulas(folder: Path, text: str) -> list[str]:
 
 # From <linux/sched.h> and <linux/mount.h>.
 _NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
-_NOFILE, _DATA, _FSIZE, _STACK = (
-    resource.RLIMIT_NOFILE, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_STACK,
-)  # fmt: skip
 
 CASES: Mapping[str, Case] = {
-    "no home": Case(_train(), environment={"HOME": "", "XDG_CACHE_HOME": ""}),
-    "no folder for temporary files": Case(_train(), environment={"TMPDIR": "/nonexistent"}),
+    "no home": Case(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
+    "no folder for temporary files": Case(environment={"TMPDIR": "/nonexistent"}),
     # Its name may come later: a launcher starts ranks that give up again.
     "no such host": Case(
-        _train("parallel.timeout_seconds=5"),
+        f"{_TRAIN} parallel.timeout_seconds=5",
         environment={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.", "MASTER_PORT": "29999"},
         allowed=(1,),
         limit=20.0,
@@ -133,46 +112,44 @@ CASES: Mapping[str, Case] = {
     **{
         f"{limit} descriptors, {workers} workers": Case(
             # A worker that cannot send its batch is waited for.
-            _train(f"data.num_workers={workers}", "parallel.timeout_seconds=20"),
-            _limit(_NOFILE, limit),
+            f"{_TRAIN} data.num_workers={workers} parallel.timeout_seconds=20",
+            _limit("NOFILE", limit),
             workers_tell=workers > 0,
             limit=40.0,
         )
         for limit in (25, 40, 64)
         for workers in (0, 2)
     },
-    "little memory": Case(_train(), _little_memory),
-    "300 MB of memory": Case(_train(), _limit(_DATA, 300 << 20), run=new_process, allowed=(2,)),
-    "no shared memory": Case(_train("data.num_workers=2", "data.global_batch_size=128"), _no_shared_memory),
-    "small files, workers": Case(_train("data.num_workers=2"), _limit(_FSIZE, 20_000), allowed=(0, 1, 2)),
-    "small files": Case(_train(), _limit(_FSIZE, 2_000), allowed=(0, 1, 2)),
-    "small stack": Case(_train(), _limit(_STACK, 1 << 20)),
-    "standard output is closed": Case(_train(), lambda: os.close(1), allowed=(0, 1, 2)),
-    "standard input is closed": Case(_train(), lambda: os.close(0)),
-    "the current folder is gone": Case(_train(), lambda: Path.cwd().rmdir()),
-    "little recursion": Case(_train(), lambda: sys.setrecursionlimit(400), allowed=(0, 1, 2)),
-    "a very long root": Case(_train(f"data.root={'x' * 5000}")),
-    "a long part of the root": Case(_train(f"data.root=/tmp/{'x' * 300}")),
-    "/proc/self as root": Case(_train("data=folder", "data.root=/proc/self")),
-    "a pipe among images": Case(_odd_image(os.mkfifo, *_ON_FOLDER)),
-    "a device among images": Case(_odd_image(lambda path: path.symlink_to("/dev/zero"), *_ON_FOLDER)),
-    "a sparse file among images": Case(_odd_image(_sparse, *_ON_FOLDER)),
-    "a folder among images": Case(_odd_image(Path.mkdir, *_ON_FOLDER)),
-    "a circular link among images": Case(_odd_image(lambda path: path.symlink_to(path), *_ON_FOLDER)),
-    "a folder in itself": Case(_odd_image(lambda path: path.with_name("y").symlink_to("."), *_ON_FOLDER)),
-    "a pipe to predict": Case(_odd_image(os.mkfifo, "predict", "RUN", "IMAGES")),
-    "an evil name in a terminal": Case(_odd_image(_evil_name, *_ON_FOLDER)),
+    "little memory": Case(setup=_little_memory),
+    "300 MB of memory": Case(setup=_limit("DATA", 300 << 20), run=new_process, allowed=(2,)),
+    "no shared memory": Case(f"{_TRAIN} data.num_workers=2 data.global_batch_size=128", _no_shared_memory),
+    "small files, workers": Case(f"{_TRAIN} data.num_workers=2", _limit("FSIZE", 20_000), allowed=(0, 1, 2)),
+    "small files": Case(setup=_limit("FSIZE", 2_000), allowed=(0, 1, 2)),
+    "small stack": Case(setup=_limit("STACK", 1 << 20)),
+    "standard output is closed": Case(setup=lambda: os.close(1), allowed=(0, 1, 2)),
+    "standard input is closed": Case(setup=lambda: os.close(0)),
+    "the current folder is gone": Case(setup=lambda: Path.cwd().rmdir()),
+    "little recursion": Case(setup=lambda: sys.setrecursionlimit(400), allowed=(0, 1, 2)),
+    "a very long root": Case(f"{_TRAIN} data.root={'x' * 5000}"),
+    "a long part of the root": Case(f"{_TRAIN} data.root=/tmp/{'x' * 300}"),
+    "/proc/self as root": Case(f"{_TRAIN} data=folder data.root=/proc/self"),
+    "a pipe among images": Case(_ON_FOLDER, image=os.mkfifo),
+    "a device among images": Case(_ON_FOLDER, image=lambda path: path.symlink_to("/dev/zero")),
+    "a sparse file among images": Case(_ON_FOLDER, image=_sparse),
+    "a folder among images": Case(_ON_FOLDER, image=Path.mkdir),
+    "a circular link among images": Case(_ON_FOLDER, image=lambda path: path.symlink_to(path)),
+    "a folder in itself": Case(_ON_FOLDER, image=lambda path: path.with_name("y").symlink_to(".")),
+    "a pipe to predict": Case("predict FIXTURES/run folder/train", image=os.mkfifo),
+    "an evil name in a terminal": Case(_ON_FOLDER, image=_evil_name),
     "an evil name in a table": Case(
-        _odd_image(_evil_name, "predict", "RUN", "IMAGES", "format=csv", "output=out.csv"), after=_formulas
+        "predict FIXTURES/run folder/train format=csv output=out.csv", image=_evil_name, after=_formulas
     ),
-    "a lock that is a link": Case(
-        _on_run(_lock, "train", "run_dir=run", "schedule.max_steps=45"), after=_victim
-    ),
+    "a lock that is a link": Case("train run_dir=run schedule.max_steps=45", change=_lock, after=_victim),
     "checkpoints that are not mounted": Case(
-        _on_run(lambda run: shutil.rmtree(run / "checkpoints"), "train", "run_dir=run"), allowed=(2,), after=_refused
+        "train run_dir=run", change=lambda run: shutil.rmtree(run / "checkpoints"), allowed=(2,), after=_refused
     ),
-    "no metrics.jsonl": Case(_on_run(lambda run: (run / "metrics.jsonl").unlink(), "train", "run_dir=run")),
-    "another order": Case(_on_run(lambda run: None, "train", "run_dir=run", "data.shuffle=blocks")),
-    "a stranger's module": Case(_on_run(_evil_module, "test", "weights=run"), allowed=(2,), after=_victim),
-    "a stranger's module in a checkpoint": Case(_on_run(_evil_module, "predict", "run", "run"), after=_victim),
+    "no metrics.jsonl": Case("train run_dir=run", change=lambda run: (run / "metrics.jsonl").unlink()),
+    "another order": Case("train run_dir=run data.shuffle=blocks", change=lambda run: None),
+    "a stranger's module": Case("test weights=run", change=_evil_module, allowed=(2,), after=_victim),
+    "a stranger's module in a checkpoint": Case("predict run run", change=_evil_module, after=_victim),
 }  # fmt: skip
