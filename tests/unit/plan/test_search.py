@@ -133,21 +133,21 @@ def test_float32_without_tf32_is_slower(search: Search) -> None:
     assert without.peak_flops == 16 * 66.9e12
 
 
+def on_cpus(search: Search, config: RunConfig | None = None, **cluster: Any) -> Search:
+    """The same, or another configuration, on CPUs as fast as its GPUs."""
+    device = replace(search.cluster.accelerator, device="cpu")
+    return Search(config or search.config, search.cluster.model_copy(update={"accelerator": device, **cluster}), 10)
+
+
 def test_ranks_of_a_cpu_share_its_cores(search: Search) -> None:
-    cluster = search.cluster
-    device = replace(cluster.accelerator, device="cpu")
-    one_each, two_each = (cluster.model_copy(update={"cores": n, "accelerator": device}) for n in (8, 4))
-    own, shared = (
-        Search(search.config, each, 10).outcome(Layout(1, 16, precision="fp32")) for each in (one_each, two_each)
-    )
+    own, shared = (on_cpus(search, cores=cores).outcome(Layout(1, 16, precision="fp32")) for cores in (8, 4))
     for part in ("compute", "update", "exchange"):
         assert getattr(shared, part) == pytest.approx(2 * getattr(own, part))
 
 
 def test_what_ranks_exchange_of_weights_is_copied_too(search: Search) -> None:
-    device = replace(search.cluster.accelerator, device="cpu")
-    links = {"inside": math.inf, "network": math.inf, "latency": (0.0, 0.0), "accelerator": device, "cores": 8}
-    found = Search(search.config, search.cluster.model_copy(update=links), 10)
+    found = on_cpus(search, inside=math.inf, network=math.inf, latency=(0.0, 0.0), cores=8)
+    device = found.cluster.accelerator
     for layout in (Layout(1, 16, precision="fp32"), Layout(16, precision="fp32")):
         copied = 2 * sum(found.exchanged_bytes(layout).values()) / (device.bandwidth * device.efficiency["pass"])
         assert found.outcome(layout).exchange == pytest.approx(copied, rel=0.2)
@@ -241,11 +241,9 @@ def test_ranks_of_a_cpu_prepare_their_images_with_the_cores_that_compute(
     search: Search, cores: int, busy: float
 ) -> None:
     """All of a node, however few its ranks are."""
-    device = replace(search.cluster.accelerator, device="cpu")
-    update = {"images_per_core": 0.01, "cores": cores, "per_node": 12, "ranks": 8, "accelerator": device}
-    cluster, layout = search.cluster.model_copy(update=update), Layout(8, precision="fp32")
+    few = {"images_per_core": 0.01, "cores": cores, "per_node": 12, "ranks": 8}
     files = config_of("data=folder", "data.root=/nowhere", *VIT[1:])
-    found, alone = (Search(config, cluster, 10).outcome(layout) for config in (files, search.config))
+    found, alone = (on_cpus(search, each, **few).outcome(Layout(8, precision="fp32")) for each in (files, None))
     assert found.loader == pytest.approx(0.01 * cores)
     assert found.step == pytest.approx(busy * alone.step + 64 / found.loader)
 
