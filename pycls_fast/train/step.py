@@ -126,7 +126,7 @@ class Step:
     def persistent_tensors(self) -> list[Tensor]:
         """The tensors that stay from step to step: weights, masters, buffers, average, optimizer state."""
         average = {} if self.ema is None else self.ema.values
-        state = tree_leaves([dict(self.optimizer.state), dict(average), list(self.parameters)])
+        state = tree_leaves([dict(self.optimizer.state), dict(average), self.weights.live()])
         tensors = (*self.network.parameters(), *self.network.buffers(), *state)
         parts = (local(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [part for part in parts if type(part) in (Tensor, nn.Parameter)]
