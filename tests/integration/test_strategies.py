@@ -67,7 +67,7 @@ COMMON = [
     *("data.global_batch_size=32", "data.num_workers=0", "augment=none", "trackers=[]"),
     *("schedule.epochs=1", "schedule.warmup_epochs=0", f"schedule.max_steps={STEPS}"),
 ]
-# Those that do not divide a block; the others are compared in float64 (`WHOLE`), and in 16 bits.
+# Those that do not divide a block; how the others are composed is compared in float64 (`WHOLE`).
 UNDIVIDED = ("ddp", "zero2", "zero3", "hsdp", "fairscale2", "fairscale3", "oss")
 CASES = [
     (strategy, model, *precision)
@@ -75,7 +75,11 @@ CASES = [
     # FairScale's ShardedDDP has no place for weights that are apart from the network's (the table of conflicts).
     if (strategy, precision[0]) != ("oss", "bf16_params")
 ]
-DIVIDED = [(*each, "bf16_params", 4) for each in (("tensor", "vit"), ("pipeline", "vit"), ("experts", "moe"))]
+DIVIDED = [
+    (strategy, model, precision, 4)
+    for strategy, model in (("tensor", "vit"), ("pipeline", "vit"), ("experts", "moe"))
+    for precision in ("fp32", "bf16_params")
+]
 # On four ranks a grid of 2 x 2, and one of each kind of the others.
 ON = {
     2: [*(case for case in CASES if case[0] != "hsdp"), *DIVIDED],
@@ -154,6 +158,7 @@ DRAWN = ["model.drop_path=0.2", "augment.mixup_alpha=0.2", "model.class_token=tr
 DEEP, DEEPER = [*DRAWN, "model.depth=5"], [*DRAWN, "model.depth=8"]
 EXPERTS_DEEP = [*DEEP, *APART]
 WHOLE: dict[str, tuple[str, str, int, str, int, list[str]]] = {
+    "tensor 2": ("vit", "tensor", 2, "single", 1, DRAWN),
     "tensor 4": ("vit", "tensor 4", 4, "single", 1, DRAWN),
     "tensor 2 x shard 2": ("vit", "tensor", 4, "single", 1, []),
     "tensor 2 x replicate 2": ("vit", "tensor hsdp", 4, "single", 1, []),

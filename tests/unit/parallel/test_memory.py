@@ -226,6 +226,27 @@ def test_memory_is_freed_with_the_graph_and_without_a_backward_pass() -> None:
     assert all(reference() is None for reference in gone)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", [OFFLOAD, COMPRESS, {**OFFLOAD, "recompute": "full"}])
+def test_on_cuda_without_waiting(way: dict[str, Any]) -> None:
+    model, images_BCHW = vit().cuda(), batch()[0].cuda()
+    expected = None
+    for network in (model, saving(vit().cuda(), **way)):
+        torch.manual_seed(0)
+        network(images_BCHW).sum().backward()  # chooses kernels
+        network.zero_grad()
+        torch.manual_seed(0)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            network(images_BCHW).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        expected = expected or found
+    assert distance(found, expected) < (0.05 if way is COMPRESS else 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [1, GROUP - 1, GROUP, 10 * GROUP + 3])
 def test_the_error_is_at_most_half_a_step_of_the_group(count: int, dtype: torch.dtype) -> None:
