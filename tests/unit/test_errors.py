@@ -33,6 +33,8 @@ def test_the_first_line_of_any_error() -> None:
     ("variables", "key"),
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
@@ -80,6 +82,7 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (failing(OSError(errno.ENOMEM, "Cannot allocate memory", "/tmp")), "out of host memory"),
         (failing(ImportError("_C.so: failed to map segment from shared object")), "out of host memory"),
         (lambda: len(torch.empty(2**60)), "the device is out of memory (can't allocate memory"),
+        (failing(RuntimeError("could not create a primitive")), "the device is out of memory (could not create a pr"),
         (failing(RuntimeError("std::bad_alloc")), "the device is out of memory (std::bad_alloc)"),
         (failing(torch.AcceleratorError("CUDA error: out of memory\nSearch")), "the device is out of memory (CUDA"),
         (failing(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")), "the device is out of memory (CUDA"),

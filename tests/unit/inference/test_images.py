@@ -6,11 +6,14 @@ import os
 import re
 import sys
 import threading
+from fractions import Fraction
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import av
 import numpy as np
@@ -203,6 +206,18 @@ def test_frames_of_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # As often as there are frames.
     assert len(images_room.find_frames(Path("clip.MP4"), 0.01)) == 80
     assert [frame for frame in find_images(["*.MP4"], 4) if not isinstance(frame, images_room.Frame)] == []
+
+
+def test_nothing_is_asked_of_a_video_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyAV would answer with what now lies in the freed memory."""
+    stream, opened = SimpleNamespace(time_base=Fraction(1, 10), duration=20), MagicMock()
+    opened.__enter__.return_value = SimpleNamespace(
+        streams=SimpleNamespace(video=[stream]),
+        demux=lambda _: [SimpleNamespace(pts=n, is_keyframe=n == 0) for n in range(20)],
+    )
+    opened.__exit__.side_effect = lambda *_: vars(stream).clear()
+    monkeypatch.setattr(images_room, "_opened", lambda _: opened)
+    assert len(images_room.find_frames("clip.mp4", 0.5)) == 4
 
 
 def test_a_video_is_decoded_on_from_where_it_was(tmp_path: Path) -> None:

@@ -169,6 +169,12 @@ def drawn(record: Record, name: str) -> Chart:
     return next(chart for chart in charts(record) if chart.name == name)
 
 
+def test_names_are_no_mathematics(record: Record) -> None:
+    record.variants[0].name = "_$x_$"
+    (name, *_) = drawn(record, "throughput").figure.axes[0].get_yticklabels()
+    assert (name.get_text(), name.get_parse_math()) == ("_$x_$", False)
+
+
 def test_the_picture_of_the_decision(record: Record) -> None:
     """A point per variant at its speed and its effect, and the margin as a line."""
     (axes,) = drawn(record, "decision").figure.axes

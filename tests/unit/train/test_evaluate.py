@@ -36,7 +36,7 @@ from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, P
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
-from pycls_fast.train.pictures import _shares, draw_confusion, write_page
+from pycls_fast.train.pictures import _shares, draw_confusion, draw_curves, write_page
 from pycls_fast.train.summary import summary_values
 from pycls_fast.train.validation import Evaluations, best_evaluation
 from tests.factories import config_of, save_checkpoint
@@ -428,3 +428,18 @@ def test_scores_that_say_nothing_new_are_not_shown() -> None:
     assert scores_text(record, brief=True) == "top-1 90.00%"
     assert scores_text({"top1": 90.0, "top5": 100.0, "class_top1": 90.0}) == "top-1 90.00%"
     assert scores_text({**record, "map": 70.0, "f1": 60.0}) == "mAP 70.00%, F1 60.00%"
+
+
+@pytest.mark.parametrize(
+    ("others", "drawn"), [((100.0, 90.0), ["top-1"]), ((99.0, 80.0), ["top-1", "top-5", "balanced accuracy"])]
+)
+def test_curves_that_say_nothing_new_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, float], drawn: list[str]
+) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, *line, label, **style: labels.append(label))
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
+    scores = dict(zip(("top5", "class_top1"), others, strict=True))
+    run.folder.add_record("eval", 1, 1, split="val", weights="model", count=9, loss=0.5, top1=90.0, **scores)
+    draw_curves(run)
+    assert labels == ["val (model)", *(f"val (model) {name}" for name in drawn)]
