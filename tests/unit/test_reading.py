@@ -50,6 +50,7 @@ _DEEP = 60 * "[" + 60 * "]"
     "text",
     [
         "[" * 100_000, "{", "a: &a [1, 1]\nb: [*a, *a]", "a: !!python/name:os.system ''", _DEEP, "a: !!set {b}",
+        "null: 1",
     ],
 )  # fmt: skip
 def test_hostile_text_is_one_error(tmp_path: Path, text: str) -> None:
@@ -115,7 +116,9 @@ def test_no_file_is_opened_that_an_option_of_a_timm_model_names() -> None:
         '{"kind": "train", "step": 2, "lo',
         '{"kind": "train", "step": 1, "epoch": 1, "loss": 1, "lr": 1, "images_per_second": 1, "memory_peak_bytes": 1}',
         '{"kind": "event", "step": 1, "epoch": 1, "event": "resumed", "asked": "x"}',
+        '{"kind": "eval", "step": 1, "epoch": 1, "weights": "ema", "count": 1, "loss": 1, "top1": 1}',
         '{"kind": ["train"], "step": 1, "epoch": 1}',
+        '{"kind": "event", "step": 1, "epoch": 1, "event": "damaged image"}',
         "[" * 100_000,
         "[]",
     ],

@@ -144,13 +144,17 @@ def test_an_optimizer_takes_an_implementation_that_it_has(name: str, device: Dev
         ("cpu", [], "model"),
         ("cpu", ["speed.compile=blocks"], "blocks"),
         # What does not go with compiled code, asked for by hand.
+        ("cpu", ["speed.activation_compression=8bit"], "off"),
         ("cpu", ["speed.activation_offload=cpu"], "off"),
+        ("cpu", ["speed.drop_path_compute=skip"], "off"),
+        ("cpu", ["runtime.watchdog=true"], "off"),
         ("cpu", ["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
         ("cpu", ["parallel=fsdp"], "off"),
         ("cpu", ["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
         # Its products are not float8's, and slow in any case.
         ("cuda", ["precision=fp8", "precision.fp8_emulate=true"], "off"),
         ("cuda", ["precision=fp8", "parallel=fsdp"], "blocks"),
+        ("cuda", ["parallel=fairscale_fsdp"], "off"),
         ("cuda", ["model=resnet18", "parallel=fsdp"], "model"),
         ("cuda", ["model=timm", "model.name=resnet18"], "model"),
     ],

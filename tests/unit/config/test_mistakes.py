@@ -40,10 +40,13 @@ ONE_MISTAKE = [
     ("data.image_size=[48,0]", f"data.image_size: must be a whole number greater than 0, or ...; got [48, 0] {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),
     (f"schedule.warmup_epochs={400 * '9'}", "schedule.warmup_epochs: must be auto or a number of at least 0; got 9..."),
+    (f"runtime.device_memory={400 * '9'}GB", "runtime.device_memory: must be an amount of memory such as 24GB or ..."),
     ("runtime.device_memory=0.0000001MB", "runtime.device_memory: must be an amount of memory such as 24GB or ..."),
     # Things that cannot go together, wherever they were set; switches, too, if they were set by hand.
     ("data.image_size=[16,30]", f"data.image_size: 30 is not divisible by model.patch_size=4; use 28 or 32 {HERE}"),
     ("model.heads=5", "model.width: 64 is not divisible by model.heads=5; use 60 or 65 (model=vit_digits)"),
+    # Told at once, however large it is.
+    ("parallel={name: fsdp, tensor_degree: 2147483646}", "parallel.tensor_degree: 2147483646 does not divide ..."),
     ("parallel={pipeline_degree: 4, pipeline_schedule: zbv}",
      f"parallel.pipeline_degree: 4 ranks with 2 of ... model.depth=4; use parallel.pipeline_degree=2 {HERE}"),
     ("schedule.epochs=3", "schedule.warmup_epochs: 5 is longer than ... (configs/vit_digits.yaml)"),

@@ -198,7 +198,7 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     ("typed", "settings", "changed", "line"),
     [
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
-        (("seed=3", "run_dir=x", "optim.lr=1"), {}, {}, r"^run_dir: [^\n]*\nseed: [^\n]*use first_seed=$"),
+        (("seed=3", "resume=never", "run_dir=x"), {}, {}, r"^run_dir: .*\nseed: .*use first_seed=\nresume: .*leave it"),
         ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the reference 'base' does not run: needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
         ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),

@@ -385,15 +385,23 @@ def test_the_standard_error_of_a_mean_over_classes() -> None:
     assert best_evaluation(records, "class_top1", 1.0) == int(error)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"classes": 1}', '{"classes": [{"class": "cat", "top1": "high"}]}'])
-def test_a_damaged_file_that_a_page_needs_is_one_line(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("environment.json", "[]"),
+        ("classes.json", "[]"),
+        ("classes.json", '{"classes": 1}'),
+        ("classes.json", '{"classes": [{"class": "cat", "top1": "high"}]}'),
+    ],
+)
+def test_a_damaged_file_that_a_page_needs_is_one_line(tmp_path: Path, name: str, text: str) -> None:
     summary = dict.fromkeys(("final", "best", "stopped", "device"))
     summary |= dict.fromkeys(("parameters", "steps", "epochs", "wall_seconds"), 1)
     run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
-    (tmp_path / "classes.json").write_text(text)
+    (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"environment\.json or classes\.json is damaged .*; remove it$"):
         write_page(run, summary)
-    (tmp_path / "classes.json").unlink()
+    (tmp_path / name).unlink()
     write_page(run, summary)
     assert "1 steps, 1 epochs" in (tmp_path / "index.html").read_text()
 
