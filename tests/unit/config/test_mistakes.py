@@ -21,6 +21,7 @@ ONE_MISTAKE = [
     ("epoch=3", f"epoch: unknown key; did you mean epochs? {HERE}"),
     ("augment.policy={name: rand_augment, num_opps: 1}",
      f"augment.policy.num_opps: unknown key; did you mean augment.policy.num_ops? {HERE}"),
+    ("schedule.lr=1", f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
     ("loss.zzz=1", "loss.zzz: unknown key; loss has name, label_smoothing, ..."),
     ("model.shortcut=pool", f"model.shortcut: unknown key for model=vit; it belongs to model=resnet {HERE}"),
     # Files and choices that do not exist.
@@ -63,6 +64,7 @@ ONE_MISTAKE = [
     # What cannot be read.
     ("optim.lr", "cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"),
     ("vit_s16", "cannot read 'vit_s16' on the command line; did you mean --config-name vit_s16?"),
+    ("optim.betas=0.9,0.95", "Ambiguous value for argument 'optim.betas=0.9,0.95' 1. To use it as a list, ..."),
     ("data.root=/caf\udce9", "a value cannot be read (...); paths must be valid UTF-8"),
     # Additions and deletions.
     ("~optim", "optim.name: missing; set it with optim.name=VALUE (deleted on the command line)"),

@@ -57,6 +57,7 @@ def test_a_folder_of_configurations_from_python(tmp_path: Path, experiment: str)
         (["--config-dir", "nowhere"], "nowhere: no such folder of configurations"),
         (["--seed", "3"], "unrecognized arguments: --seed; write key=value for a value, --help lists what there is"),
         (["--config-name", "vit_digit"], "--config-name vit_digit: no such experiment; did you mean vit_digits?"),
+        (["--config-name", ""], "--config-name '': no such experiment; there is "),
         (["splt=train"], "splt: unknown key; did you mean split? (the command line)"),
         (["steps=1.5"], "steps: must be a valid integer; got 1.5 (the command line)"),
     ],
