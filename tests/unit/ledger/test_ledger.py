@@ -46,6 +46,7 @@ def test_a_variant_that_can_run_later_is_below_the_others_from_the_beginning(
 ) -> None:
     fake.broken = {"timings-b-": (2, "error: b needs a package")}
     first = start(tmp_path)
+    assert first.selection.out == {"B": ("cannot run", "b needs a package")}
     assert {v.name: v.overrides for v in first.selection.runnable()} == {"base": (), "C": ("c=1",)}
     assert_each_measured_its_variant(first)
     fake.broken = {}
