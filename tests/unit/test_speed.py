@@ -150,6 +150,7 @@ def test_an_optimizer_takes_an_implementation_that_it_has(name: str, device: Dev
         ("cpu", ["runtime.watchdog=true"], "off"),
         ("cpu", ["model=resnet18", "data.image_size_schedule=[[0,160]]"], "off"),
         ("cpu", ["parallel=fsdp"], "off"),
+        ("cpu", ["parallel=ddp"], "model"),
         ("cpu", ["speed.activation_offload=cpu", "speed.compile=blocks"], "blocks"),
         # Its products are not float8's, and slow in any case.
         ("cuda", ["precision=fp8", "precision.fp8_emulate=true"], "off"),
