@@ -69,7 +69,7 @@ def test_all_images_of_a_folder(run: Path, tmp_path: Path, counts: dict[str, int
 def test_classes_of_another_name(run: Path, tmp_path: Path) -> None:
     root = class_folders(tmp_path / "mine", cat=4, dog=3)
     (root / "dog").rename(root / "horse")
-    line = r"^data\.root: the class horse is not among those of .* \(.*bird, cat, dog\); name the classes as there, or"
+    line = r"^data\.root: there are images of horse, but the classes of .* are .*bird, cat, dog; name"
     with pytest.raises(UserError, match=line):
         scored(run, "all", f"data.root={root}")
 

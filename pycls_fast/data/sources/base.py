@@ -171,8 +171,8 @@ def match_classes(source: Images, classes: Sequence[str], *, where: str, of: str
     unknown = sorted({own for own, count in zip(source.classes, counts, strict=True) if count} - set(classes))
     if unknown:
         raise UserError(
-            f"{where}: the class {first_few(unknown)} is not among those of {of} ({first_few(classes)}); name the "
-            "classes as there, or remove these images"
+            f"{where}: there are images of {first_few(unknown)}, but the classes of {of} are {first_few(classes)}; "
+            "name the classes as there, or remove these images"
         )
     position = {name: label for label, name in enumerate(classes)}
     new_label = np.array([position.get(name, -1) for name in source.classes], dtype=np.int32)

@@ -149,7 +149,7 @@ def test_images_with_several_labels(tmp_path: Path) -> None:
     assert said(val) == [{"dog", "zebra"}, {"dog"}]
     assert said(match_classes(val, ("zebra", "horse", "dog"), where="val", of="train")) == said(val)
     (tmp_path / "val.csv").write_text("path,label\nf,horse;dog\n")
-    said_of_val = "(val): the class horse is not among those of train (cat, dog, zebra); name the classes"
+    said_of_val = "(val): there are images of horse, but the classes of train are cat, dog, zebra; name the classes"
     assert said_of_val in mistake("manifest", tmp_path, label_separator=";")
     (tmp_path / "val.csv").write_text("path,label\nf,\n")
     assert "(val): images without labels, or none" in mistake("manifest", tmp_path, label_separator=";")
