@@ -18,6 +18,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 
 from pycls_fast.cli import VERBS, find_verb
+from tests.faults.families import FAMILIES, Try
+from tests.faults.fixtures import Fixtures
 
 # Before the forks, so that each try imports nothing: torch's compiler would leave its folder of caches in the try's.
 for verb in VERBS:
@@ -25,9 +27,6 @@ for verb in VERBS:
 for module in ("train", "inference", "ledger.runs", "ledger.compare"):
     importlib.import_module(f"pycls_fast.{module}")
 importlib.import_module("torch._dynamo")
-
-from tests.faults.families import FAMILIES, Try  # noqa: E402
-from tests.faults.fixtures import Fixtures  # noqa: E402
 
 # In the processes that try, which are forked from this one.
 _fixtures: Fixtures
