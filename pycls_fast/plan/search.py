@@ -331,13 +331,13 @@ class Search:
     def exchanged_bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes that the first rank exchanges in a step, whole ones, by the collective's name."""
         images = self.batch // (layout.data * layout.accumulation)
-        found = defaultdict(float, self._weights(layout))
+        found = defaultdict(float, self._weights(layout) if layout.data > 1 else {})
         for kind, size in self._features(layout, images):
             found[kind] += (layout.sums if kind == "all_reduce" else layout.accumulation) * size
         return dict(found)
 
     def _weights(self, layout: Layout) -> dict[str, float]:
-        """Bytes of weights and gradients among them."""
+        """Bytes of weights and gradients among them; of a rank that shares neither, those that FSDP copies."""
         plan, parts = self._plan(layout), layout.accumulation
         copies, blocks = plan.copies(parts), self._measure(layout, _FEW).activations.blocks
         before, units, after = plan.unit_sizes
@@ -348,7 +348,7 @@ class Search:
             for unit, block in zip(units, blocks, strict=True)
         ]
         found: dict[str, float] = {}
-        if layout.shard > 1:
+        if layout.shard > 1 or layout.tensor > 1:
             # The last block of a stage, and what surrounds blocks, stay from the forward to the backward pass.
             once, again, gradients = sum(end.parameters for end in ends), 0, sum(end.trained for end in ends)
             for own in plan.stages(len(blocks))[0].values():
@@ -397,15 +397,16 @@ class Search:
         overlap = 0.0 if self.device.type == "cpu" else _OVERLAP
         found, blocks = self._weights(layout), self._measure(layout, _FEW).activations.blocks
         count, exposed = max(len(blocks) // layout.pipeline, 1), 0.0
-        # Both gathered weights and gradients to be reduced are copied once.
+        # Both gathered weights and gradients to be reduced are copied once, gradients of a rank alone twice.
         copies = 2.0 / (cluster.accelerator.bandwidth * cluster.accelerator.efficiency.get("pass", 1.0))
-        if layout.shard > 1:
+        if layout.shard > 1 or layout.tensor > 1:
             # One block's at a time, behind the block before it; the first gather and the last exchange are waited for.
             passes = 2 if self._plan(layout).copies(parts).reshard_after_forward else 1
             gather, scatter = (
                 cluster.gather(size, layout.shard, apart=near) + copies * size
                 for size in (found["all_gather"] / parts / passes / count, found["reduce_scatter"] / parts / count)
             )
+            scatter += copies * found["reduce_scatter"] / parts / count * (layout.shard == 1)
             if layout.replicate > 1:
                 size = found["all_reduce"] / parts / count
                 scatter += cluster.reduce(size, layout.replicate, apart=near * layout.shard)

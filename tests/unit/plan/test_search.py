@@ -151,6 +151,11 @@ def test_what_ranks_exchange_of_weights_is_copied_too(search: Search) -> None:
     for layout in (Layout(1, 16, precision="fp32"), Layout(16, precision="fp32")):
         copied = 2 * sum(found.exchanged_bytes(layout).values()) / (device.bandwidth * device.efficiency["pass"])
         assert found.outcome(layout).exchange == pytest.approx(copied, rel=0.2)
+    # FSDP also copies what a rank shares with no other, gradients twice.
+    alone = Layout(tensor=2, precision="fp32")
+    kept = found._weights(alone)
+    copied = 2 * (kept["all_gather"] + 2 * kept["reduce_scatter"]) / (device.bandwidth * device.efficiency["pass"])
+    assert found.outcome(alone).exchange == pytest.approx(copied, rel=0.1)
 
 
 @pytest.mark.slow
