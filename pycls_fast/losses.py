@@ -1,4 +1,4 @@
-"""Classification losses. Targets stay label pairs `(labels_a_B, labels_b_B, lam)` until a loss needs more.
+"""Classification losses. Targets stay pairs of labels, `(labels_B, mixed_B, lam)`, until a loss needs more.
 
 Except for binary cross-entropy with a threshold, all losses are affine in the target: the loss of a mixed target is
 the mixture of the two labels' losses.

@@ -1,7 +1,8 @@
 """Randomness by counter: a seed is a pure function of where in the run it is used.
 
 No generator state is carried from one sample or step to the next, so samples do not depend on the number of workers
-or ranks (mixing, erasing and drop-path do: on the rank), and a restart needs nothing but the step it starts from.
+or ranks (mixing, erasing's noise and drop-path depend on the rank), and a restart needs nothing but the step that it
+starts from.
 """
 
 from __future__ import annotations

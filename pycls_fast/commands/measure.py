@@ -171,8 +171,8 @@ class LedgerVerb(
     """What each choice gains and costs: `pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...]`.
 
     Every variant of a ladder (configs/ladders/NAME.yaml) is timed in turns with the others and compared with float64.
-    In every training about half of them are on, until each is known to cost accuracy or not. A page and `ledger.json`
-    are written to `output`. Started again, it resumes.
+    In every training about half of them are on, until it is known of each whether it costs accuracy. A page and
+    `ledger.json` are written to `output`. Started again, it resumes.
 
     mode=crossed      each variant is timed by itself
     mode=cumulative   each variant is timed on top of those before it

@@ -125,7 +125,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of initial values, order, augmentation and mixing."""
     run_dir: Text | None = None
-    """The run's folder; null: runs/<config_name>/<time>."""
+    """The run's folder; null: runs/<config_name>/<time>_<settings>."""
     resume: Text = "auto"
     """auto: from the newest intact checkpoint in run_dir, if there is one; never; or the path of a checkpoint."""
     weights: Text | None = None
