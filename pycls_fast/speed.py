@@ -154,8 +154,8 @@ class Speed(Section):
             needs=dict.fromkeys(_COMPILE_MODES, "speed.compile=model"),
         ),
     ] = "default"
-    """torch.compile's mode. reduce-overhead replays the compiled parts as CUDA graphs; max-autotune times several
-    kernels for each product; max-autotune has both."""
+    """torch.compile's mode. reduce-overhead replays the compiled parts as CUDA graphs; max-autotune-no-cudagraphs
+    times several kernels for each product; max-autotune does both."""
 
     # Everything between the backward pass and the next step.
     optimizer: Annotated[Literal["loop", "foreach", "fused"], Switch("rounding", fast="fused")] = "loop"

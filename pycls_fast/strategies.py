@@ -74,7 +74,7 @@ class Parallel(Section):
     """How the ranks share the work."""
 
     name: Name = "auto"
-    """The strategy; auto: by the degrees hsdp or fsdp, without any of theirs ddp, or single with one rank."""
+    """The strategy; auto: hsdp or fsdp if one of its degrees is set, else ddp, or single with one rank."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """The library that ranks communicate with; auto: nccl on CUDA, else gloo."""
     timeout_seconds: PositiveInt = 600

@@ -46,8 +46,8 @@ class TimeVerb(Verb):
     """
 
     mode: Literal["train", "model", "loader", "both", "all"] = "all"
-    """What is timed: the training step; model: that and the inference forward pass; the input pipeline; both: training
-    fed by it; or all of these."""
+    """What is timed: the training step (train); that and the inference forward pass (model); the input pipeline
+    (loader); training fed by it (both); or all of these."""
     steps: PositiveInt = 5
     """The fewest timed steps in each turn."""
     warmup_steps: NonNegativeInt = 5
@@ -134,9 +134,9 @@ class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     """
 
     steps: PositiveInt = 20
-    """The counted steps."""
+    """The number of steps that are counted."""
     warmup_steps: NonNegativeInt = 20
-    """The steps before them."""
+    """The number of steps before them."""
     loss_scale: PositiveFloat = 65536.0
     """The scale that is tried on the gradients."""
     output: Text | None = None
@@ -152,7 +152,7 @@ class NumericsVerb(Verb, purpose=Purpose(trains=True)):
     """Errors of logits and gradients against float64: `pycls-fast ledger numerics --config-name EXPERIMENT`."""
 
     steps: PositiveInt = 20
-    """They are measured before training, and after so many steps."""
+    """Errors are measured before training, and after this many steps."""
     output: Text = "numerics.json"
     """A JSON file."""
 
@@ -250,11 +250,11 @@ class RunsVerb(Verb, default=None, words=("folders",)):
     folders: Annotated[tuple[str, ...], Field(min_length=1)]
     """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
     sort: Literal["best_top1", "final_top1", "class_top1", "map", "images_per_second", "hours", "epoch"] = "best_top1"
-    """By what the rows are sorted, largest first."""
+    """What the rows are sorted by, largest first."""
     output: Annotated[str, Field(pattern=r"\.(csv|json)$")] | None = None
     """A .csv or .json file: the same rows, with every setting that differs."""
     report: Text | None = None
-    """Of the runs of all folds: a folder for index.html, as of `pycls-fast test`, with every image predicted by the run
+    """A folder for index.html, as of `pycls-fast test`, of the runs of all folds: every image is predicted by the run
     that was not trained on it."""
 
     def __call__(self) -> int:

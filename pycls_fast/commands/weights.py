@@ -156,7 +156,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, s
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average each image and its mirror image, which takes twice the time."""
+    """flip: average each image and its mirror image, in twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, but for keys that are typed, or the configuration's."""
 

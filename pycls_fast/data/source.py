@@ -86,7 +86,8 @@ class Source(Choice, key="data", tag="source", default="auto"):
     eval_batch_size: PositiveInt | None = None
     """Images per rank in evaluation; null: as in training; in tools that only score, at most 128."""
     num_workers: NonNegativeInt | None = None
-    """Loader processes per rank; null: the rank's share of the CPU cores, at most 16."""
+    """Loader processes per rank; null: the rank's share of the CPU cores, at most 16, and on a CPU none for evaluations
+    of up to 256 images."""
     prefetch_factor: Annotated[int, Field(gt=0, le=1024)] = 2
     """Batches that each loader process prepares ahead."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
