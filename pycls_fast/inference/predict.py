@@ -13,12 +13,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from PIL import Image
+
 from pycls_fast.data.sources.index import progress
 from pycls_fast.data.to_rgb import Conversion, decode
 from pycls_fast.errors import DONE, MISTAKE, cell, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
 from pycls_fast.inference.images import Address, Frame, GivenImages, find_images, frames_of
-from pycls_fast.train.contact_sheet import Cell, write_sheets
+from pycls_fast.train.contact_sheet import SIDE, Cell, write_sheets
 from pycls_fast.train.display import plain_table, wide_console
 from pycls_fast.train.folder import output_file
 from pycls_fast.train.out_of_memory import enough_memory
@@ -177,6 +179,8 @@ def percent(probability: float) -> str:
 
 def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:
     picture = decode(source.read(each.position), convert)
+    # All are in memory at once, and a photograph is 36 MB.
+    picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"

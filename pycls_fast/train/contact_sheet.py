@@ -14,6 +14,8 @@ from pycls_fast.errors import refusing
 
 PAGE = 120
 """Cells per file; further pictures go to further files."""
+SIDE = 192
+"""The side of a picture's square, in pixels."""
 
 _MARGIN, _LINE, _STRIP = 8, 17, 24
 # For scripts that matplotlib's own font lacks; those that are not installed are left out.
@@ -31,7 +33,7 @@ class Cell:
 
 
 def write_sheets(
-    cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = 192, page: int = PAGE
+    cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = SIDE, page: int = PAGE
 ) -> list[Path]:
     """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it:
     `page` in a file, a multiple of `columns`, each with a square of `side` pixels."""
@@ -45,7 +47,7 @@ def write_sheets(
     return written
 
 
-def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = 192) -> Image.Image:
+def draw_sheet(cells: Sequence[Cell], *, columns: int = 6, side: int = SIDE) -> Image.Image:
     """Draw one sheet; see `write_sheets`."""
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)

@@ -150,6 +150,10 @@ def test_each_picture_on_the_sheet_has_its_own_words(
         words = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[:3]]
         assert (cell.title, [*cell.lines]) == (words[0], [file.name, *words[1:]])
     assert len({cell.title for cell in drawn}) == 3
+    # A thousand photographs do not fit into memory.
+    Image.new("RGB", (800, 600)).save(bad / "photograph.png")
+    assert run_tool("predict", run_dir, bad / "photograph.png", *arguments) == 0
+    assert drawn[-1].picture.size == (192, 144)
 
 
 def test_a_list_on_standard_input(
