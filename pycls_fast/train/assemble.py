@@ -59,8 +59,8 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     images = build.total_steps(config, steps_per_epoch) * config.data.global_batch_size
     switches = compile_if_it_pays(config, switches, world, images=images)
     network = build.trained_model(config, classes, switches, world)
-    # A module of the user's own rarely has a head for these classes.
-    new_head = config.model.kind == "given"
+    # A module of the user's own rarely has a head for these classes; a checkpoint's is trained.
+    new_head = config.model.kind == "given" and resumed_from is None
 
     def load(flat: OwnedWeights | None = None) -> None:
         """Load what `weights` names into the network, or into the flat shards that hold its weights."""

@@ -203,6 +203,10 @@ def test_two_runs_with_modules_of_one_class(digits: Path, tmp_path: Path) -> Non
     assert pycls_fast.load(copy, device="cpu", model=Own(8)).network.last_layer().in_features == 8 * 4 * 4
     assert first.predict(digits)[0].class_name in "0123456789"
     assert second.classifier.network.last_layer().in_features == 4 * 4 * 4
+    # In a new folder it goes on with the head that it has, and fits no new one.
+    words |= {"epochs": 2, "resume": str(first.run_dir / "checkpoints/best"), "run_dir": tmp_path / "on"}
+    on = pycls_fast.train_net(model=Own(8), data__num_workers=0, **words)
+    assert [record["event"] for record in records(on.run_dir, "event")] == ["resumed"]
 
 
 def test_a_training_that_is_stopped_has_everything_up_to_then(
