@@ -121,7 +121,13 @@ class Loop:
                 batches = self._draw_first(microbatches) if run.start_step < run.total_steps else microbatches
                 self.clock.start()
                 for step in range(run.start_step, run.total_steps):
-                    self._train_step(step, batches)
+                    try:
+                        self._train_step(step, batches)
+                    except Stopped:
+                        # It waited for data; what it has changed before is batch norm's statistics at most.
+                        if step > run.start_step:
+                            self._save(step, always=True)
+                        raise
                     self._do_what_is_due(step + 1)
                     if step + 1 == run.total_steps:
                         # It may have become the last one: early stopping.

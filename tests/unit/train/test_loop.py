@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -134,6 +135,20 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
     assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [3]
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
+
+
+def test_who_is_stopped_while_waiting_for_data_has_saved_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    microbatches = Loop._microbatches
+
+    def ends(self: Loop) -> Iterator[Batch]:
+        yield from islice(microbatches(self), 2)
+        raise loop.Stopped
+
+    monkeypatch.setattr(Loop, "_microbatches", ends)
+    assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3
+    assert [step_of(path) for path in checkpoints(tmp_path / "checkpoints")] == [2]
 
 
 @pytest.mark.slow
