@@ -163,8 +163,8 @@ class Loop:
         if run.fits_head:
             fit_head(run, self._stop_if_asked, self.stop.check)
         start = run.start_step
-        if self.evaluations.due(start) and not self.evaluations.has(start):
-            # The earlier process did not finish it.
+        if self.evaluations.due(start) and not (self.evaluations.has(start) and run.saved_step == start):
+            # The earlier process did not finish it, or not write its checkpoint.
             if run.world.is_main:
                 run.folder.drop_evaluation(start)
             self._evaluate(start)

@@ -152,6 +152,21 @@ def test_who_is_stopped_while_waiting_for_data_has_saved_the_steps_before(
 
 
 @pytest.mark.slow
+def test_step_0_is_saved_although_its_first_checkpoint_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process begins again, and it may be the best step."""
+    run(tmp_path / "before", "schedule.max_steps=1")
+    keys = ("head=probe", f"weights={tmp_path / 'before'}", "schedule.max_steps=0")
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "write", Mock(side_effect=UserError("step_000000000: No space left on device")))
+        with pytest.raises(UserError, match="No space left"):
+            run(tmp_path / "run", *keys)
+    assert [record["step"] for record in run(tmp_path / "run", *keys) if record["kind"] == "eval"] == [0]
+    assert step_of((tmp_path / "run" / "checkpoints" / "best").resolve()) == 0
+
+
+@pytest.mark.slow
 def test_what_a_kill_at_the_end_has_left_out_is_written_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
