@@ -132,6 +132,8 @@ class HostOptimizer(Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         copy_of = {p: nn.Parameter(_host_like(p).copy_(p.detach())) for group in groups for p in group["params"]}
         self._pairs = list(copy_of.items())
+        # A new head is fitted after this optimizer was made.
+        self._is_current = False
         self.inner = make([{**group, "params": [copy_of[p] for p in group["params"]]} for group in groups])
         settings = zip(self.inner.param_groups, groups, strict=True)
         super().__init__([{**inner, "params": list(g["params"])} for inner, g in settings], self.inner.defaults)
@@ -139,6 +141,10 @@ class HostOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the device's parameters from their gradients; there is no `closure`."""
+        if not self._is_current:
+            for parameter, copy in self._pairs:
+                copy.copy_(parameter)
+            self._is_current = True
         devices = set()
         for parameter, copy in self._pairs:
             if parameter.grad is None:
@@ -161,12 +167,10 @@ class HostOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; the copies take the parameters' current values, so load the parameters first."""
+        """Restore the state; the next step begins with the values that the parameters have then."""
         self.inner.load_state_dict(state_dict)
-        for parameter, copy in self._pairs:
-            copy.copy_(parameter)
+        self._is_current = False
 
 
 def _host_like(parameter: Tensor) -> Tensor:

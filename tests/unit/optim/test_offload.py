@@ -94,6 +94,15 @@ def test_a_rate_that_is_a_tensor_follows_the_schedule_after_loading() -> None:
     assert_same_bits(model.state_dict(), straight.state_dict())
 
 
+def test_a_head_that_is_fitted_after_the_optimizer_was_made_is_trained_further() -> None:
+    plain, offloaded = network(), network()
+    plain_optimizer, host = MAKERS["sgd"](groups(plain)), HostOptimizer(groups(offloaded), MAKERS["sgd"])
+    for model, optimizer in ((plain, plain_optimizer), (offloaded, host)):
+        nn.init.ones_(model[2].weight)
+        steps(model, optimizer, 0, 3)
+    assert_same_bits(offloaded.state_dict(), plain.state_dict())
+
+
 def test_small_updates_of_bfloat16_weights_add_up_in_the_float32_copies() -> None:
     model = nn.Linear(4, 4, bias=False).bfloat16()
     nn.init.ones_(model.weight)
