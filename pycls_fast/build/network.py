@@ -300,19 +300,25 @@ def ema(config: RunConfig, weights: OwnedWeights, switches: Speed) -> Ema | None
 
 
 def loss_scaler(
-    config: RunConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = ()
+    config: RunConfig, device: torch.device, ranks: Sequence[dist.ProcessGroup] = (), *, on_host: bool = False
 ) -> torch.amp.GradScaler:
-    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels."""
+    """Loss scaling for the float16 levels, agreed on by `ranks` (`RanksScaler`); does nothing at other levels.
+    `on_host`: the gradients are on the host, whatever the device."""
     settings = config.precision
     if not level(config).scaled:
         return RanksScaler(device.type, enabled=False)
     if settings.loss_scale != "dynamic":
-        return ConstantScaler(device.type, settings.loss_scale, ranks=ranks)
-    return RanksScaler(
-        device.type,
-        ranks=ranks,
-        init_scale=settings.loss_scale_start,
-        growth_factor=settings.loss_scale_growth,
-        backoff_factor=settings.loss_scale_backoff,
-        growth_interval=settings.loss_scale_interval,
-    )
+        scaler: RanksScaler = ConstantScaler(device.type, settings.loss_scale, ranks=ranks)
+    else:
+        scaler = RanksScaler(
+            device.type,
+            ranks=ranks,
+            init_scale=settings.loss_scale_start,
+            growth_factor=settings.loss_scale_growth,
+            backoff_factor=settings.loss_scale_backoff,
+            growth_interval=settings.loss_scale_interval,
+        )
+    if on_host:
+        # The scale stays where its first loss was. What torch copies from a device to the host, it does not wait for.
+        scaler.scale(torch.zeros(()))
+    return scaler

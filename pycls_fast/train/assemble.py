@@ -172,9 +172,10 @@ def make_step(
     masters = build.apply_precision(config, network, world.device, sharded=sharded)
     save_activation_memory(network, network.units(), switches)
     wrapped = build.wrap(config, network, world, switches, initialise, pipeline)
-    scaler = build.loss_scaler(config, world.device, wrapped.shard_groups)
     # Who holds the values that the optimizer changes: flat shards, masters, factors, local shards, or the network.
     in_place = sharded and wrapped.weights is None
+    on_host = in_place and switches.param_offload == "cpu"
+    scaler = build.loss_scaler(config, world.device, wrapped.shard_groups, on_host=on_host)
     plain = LocalShards if in_place and config.optim.elementwise else OwnedWeights
     weights = wrapped.weights or masters or build.low_rank(config, network, adapted, world) or plain(network)
     optimizer = wrapped.optimizer or build.optimizer(

@@ -88,6 +88,22 @@ def test_the_loss_scale_is_as_configured() -> None:
     assert not build.loss_scaler(config_of("precision=amp_bf16"), CPU).is_enabled()
 
 
+@pytest.mark.parametrize("scale", ["dynamic", "512"])
+def test_gradients_on_the_host_are_scaled_there(scale: str) -> None:
+    """Whatever the device of the loss, for which meta stands: no copy is made from it that somebody has to wait for."""
+    config = config_of("precision=amp_fp16", "precision.loss_scale_start=512", f"precision.loss_scale={scale}")
+    scaler = build.loss_scaler(config, CPU, on_host=True)
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, fused=True)
+    for gradient, moves in ((torch.inf, False), (512.0, True)):
+        assert scaler.scale(torch.ones((), device="meta")).is_meta
+        weight.grad = torch.tensor(gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(weight) == moves
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tf32_rounds_products() -> None:
