@@ -201,7 +201,10 @@ class ExpertsMlp(nn.Module):
         first_X = F.one_hot(expert_kT[0], count).to(logits_TX.dtype).mean(0)
         balance = count * (first_X * logits_TX.softmax(1).mean(0)).sum()
         z = logits_TX.logsumexp(1).square().mean()
-        self.loss = self.experts.balance_loss * balance + self.experts.z_loss * z
+        loss = self.experts.balance_loss * balance + self.experts.z_loss * z
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            # Not what is computed again in the backward pass: it would keep the activations that led to it.
+            self.loss = loss
         # The load of the fullest expert, where 1 is an even load; and the share of the choices beyond the capacity.
         load = count * F.one_hot(expert_kT.flatten(), count).to(logits_TX.dtype).mean(0).amax()
         dropped = (position_kT >= capacity).to(logits_TX.dtype).mean()

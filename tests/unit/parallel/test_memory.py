@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models.complexity import complexity
+from pycls_fast.models.moe import Experts
 from pycls_fast.parallel.memory import (
     GROUP,
     SMALLEST,
@@ -74,6 +75,18 @@ def test_what_is_held_between_the_passes(amp: bool) -> None:
     assert held(saving(vit(**sizes), **COMPRESS), amp=amp) <= (0.55 if amp else 0.3) * off
     if not amp:
         assert held(saving(resnet(), **COMPRESS)) <= 0.3 * held(resnet())
+
+
+def test_what_was_computed_again_is_not_kept() -> None:
+    """By the loss of a router, which is remembered from the first time."""
+    model = saving(vit(experts=Experts(count=4)), **FULL)
+    images_BCHW, labels_B = batch(64)
+    with LiveMemory([*model.parameters(), *model.buffers(), images_BCHW, labels_B]) as memory:
+        loss = F.cross_entropy(model(images_BCHW), labels_B) + model.auxiliary_loss()
+        loss.backward()
+        model.zero_grad()
+    # Less than what a block computes with, 17 tokens of width 32.
+    assert memory.live < 64 * 17 * 32 * 4
 
 
 def test_selective_repeats_attention_and_its_projection_alone() -> None:
