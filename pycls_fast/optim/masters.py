@@ -128,9 +128,10 @@ def _outside(model: nn.Module, wide: Modules) -> list[nn.Module]:
 
 def cast_around(norm: nn.Module, dtype: torch.dtype) -> None:
     """Have a norm with wide weights compute in their format, between layers in a narrow one; in place."""
+    weight = next(norm.parameters(), None)
     # Batch norm accepts half-precision maps with wide statistics and weights.
-    if not isinstance(norm, BATCH_NORM):
-        norm.register_forward_pre_hook(partial(cast_inputs, next(norm.parameters()).dtype))
+    if weight is not None and not isinstance(norm, BATCH_NORM):
+        norm.register_forward_pre_hook(partial(cast_inputs, weight.dtype))
         norm.register_forward_hook(partial(cast_output, dtype))
 
 

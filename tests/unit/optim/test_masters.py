@@ -112,6 +112,12 @@ def test_what_is_cast(build: Any, dtype: torch.dtype) -> None:
         assert seen == ({torch.float32 if wide_norms else dtype} if build is vit else set())
 
 
+def test_a_norm_without_weights_takes_the_format_of_what_it_normalises() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False), nn.Linear(4, 2))
+    masters_of(model, torch.bfloat16)
+    assert model(torch.randn(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_an_update_of_1e_4_of_the_weight_is_kept_by_the_masters_and_lost_without(dtype: torch.dtype) -> None:
     """Half a unit in the last place of 1.5 is 3e-4 of it in float16."""
