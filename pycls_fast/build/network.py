@@ -25,7 +25,7 @@ from pycls_fast.losses import (
     positive_weights,
 )
 from pycls_fast.models.complexity import complexity
-from pycls_fast.models.external import TimmNetwork, accepts_size
+from pycls_fast.models.external import GivenNetwork, TimmNetwork, accepts_size
 from pycls_fast.network import Network
 from pycls_fast.optim import groups as grouping
 from pycls_fast.optim.ema import Ema
@@ -89,6 +89,12 @@ def trained_model(config: RunConfig, classes: int, switches: Speed, world: World
     network = model(config, classes, switches, empty=empty)
     if empty and type(network).initialisers is Network.initialisers:
         return model(config, classes, switches)
+    if isinstance(network, GivenNetwork) and world.size > 1:
+        # Its values come from the program of each rank, which may not have seeded them.
+        values = {name: tensor.detach().cpu() for name, tensor in network.given.items()} if world.is_main else {}
+        network.given = world.from_main(values)
+        if not empty:
+            network.initialise()
     return network
 
 

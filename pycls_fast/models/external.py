@@ -73,7 +73,8 @@ class GivenNetwork(ExternalNetwork):
 
     def __init__(self, module: nn.Module, classes: int, image_size: Size) -> None:
         super().__init__()
-        self._given = dict(named_tensors(module))
+        self.given = dict(named_tensors(module))
+        """The initial values."""
         self.network = copy.deepcopy(module).to(torch.get_default_device(), torch.get_default_dtype())
         what = f"does not classify {classes} classes of {image_size} px images by a last linear layer"
         with refusing(f"model: the given {type(module).__name__} {what}", Exception):
@@ -81,7 +82,7 @@ class GivenNetwork(ExternalNetwork):
             self.last_layer()
 
     def values(self) -> dict[str, Tensor]:
-        return self._given
+        return self.given
 
 
 def named_tensors(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:

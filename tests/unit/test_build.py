@@ -9,14 +9,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from pycls_fast import build
+from pycls_fast.choice import give
 from pycls_fast.data.prepare import Mixer
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
+from pycls_fast.models.external import named_tensors
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import make_step
@@ -259,3 +262,17 @@ class TestSources:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         assert self.opened("data.root=s3://somebody/birds") == ("s3://somebody/birds", Opening(seed=4, processes=4))
         assert self.opened("data.root=/birds", index_all=True) == ("/birds", Opening(4, index_all=True, processes=4))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_given_module_begins_on_all_ranks_as_on_the_first(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose program made it with other values, as programs do that do not seed."""
+    first, second = (nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.BatchNorm1d(10)) for _ in range(2))
+    keys = ("model=given", f"model.module={give(second)}", "data.image_size=8", f"parallel={strategy}")
+    sent = dict(named_tensors(first))
+    monkeypatch.setattr(World, "from_main", lambda world, value: sent)
+    network = build.trained_model(config_of(*keys), 10, Speed(), World(1, 2, CPU))
+    if strategy == "fsdp":
+        network.to_empty(device="cpu")
+        network.initialise()
+    assert_same_bits(network.get_submodule("network").state_dict(), first.state_dict())
