@@ -53,11 +53,13 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
     _shard_experts(network, world, settings, names, common)
     for whole, units in parts:
-        for unit in units:
-            # The last unit and the modules around the units are needed again as soon as the backward pass begins.
-            gathers_again = settings.parallel.reshard_after_forward and unit is not units[-1]
-            fully_shard(unit, reshard_after_forward=gathers_again, **common)
-        fully_shard(whole, reshard_after_forward=False, **common)
+        # A parameter without dimensions, for example.
+        with refusing("parallel.name: fsdp cannot shard this network", ValueError, use="use parallel=ddp"):
+            for unit in units:
+                # The last unit and the modules around the units are needed again as soon as the backward pass begins.
+                gathers_again = settings.parallel.reshard_after_forward and unit is not units[-1]
+                fully_shard(unit, reshard_after_forward=gathers_again, **common)
+            fully_shard(whole, reshard_after_forward=False, **common)
         _prefetch(whole, units)
     root: Any = network
 

@@ -139,6 +139,13 @@ def test_shards_on_the_host_train_the_same(world: World) -> None:
     assert_same_bits(*ends)
 
 
+def test_a_parameter_without_dimensions_cannot_be_shared(world: World) -> None:
+    network = build.model(config_of(*TINY, "data.image_size=8"), 10, Speed(), empty=True)
+    network.gain = nn.Parameter(torch.empty((), device="meta"))
+    with pytest.raises(UserError, match=r"^parallel.name: fsdp cannot shard .* gain .*; use parallel=ddp$"):
+        wrap_model(network, world, StrategySettings(Parallel(name="fsdp")))
+
+
 def sharded(world: World, *overrides: str) -> tuple[Network, ParallelModel]:
     """The network, and how it is called."""
     config = config_of(*TINY, *overrides)
