@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -107,9 +108,9 @@ class Composed:
         file = self.file(f"{group}/{choice}" if choice is not None else own[-1] if own else "base")
         if file is not None:
             return f"{shown_path(file)} or the command line"
-        if choice is None:
+        preset = PRESETS.get(group, {}).get(str(choice))
+        if preset is None:
             return "the command line"
-        preset = PRESETS.get(group, {}).get(choice, {})
         return f"{group}={choice}{'' if rest in preset else ' or the command line'}"
 
     def file(self, name: str) -> Path | None:
@@ -271,8 +272,8 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 
 
 def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
-    """What a short override stands for (`model=NAME`: timm's model; `optim=NAME`: a class without a file), else the
-    override itself."""
+    """What a short override stands for (`model=NAME`: timm's model), else the override itself; the name of a class
+    without a file (`optim=NAME`) becomes an option."""
     key, _, name = override.partition("=")
     named = options(key, folders)
     is_name = name.replace("_", "").replace(".", "").isalnum() and name.lower() not in _VALUES
@@ -288,7 +289,9 @@ def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
     if not name.isidentifier() or (not is_of_classes and did_you_mean(name, named)):
         # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
-    return [f"~{key}", f"{key}={{{FAMILIES[key].tag}:{name}}}"]
+    # Like one with a file, it takes the place of another choice, and another choice its place.
+    ConfigStore.instance().store(name, {FAMILIES[key].tag: name}, group=key, provider="pycls_fast")
+    return [override]
 
 
 def _as_hydra_override(override: str, groups: set[str], folders: Sequence[Path]) -> str:

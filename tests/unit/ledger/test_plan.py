@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from pycls_fast.commands import measure
 from pycls_fast.commands.measure import LedgerVerb
 from pycls_fast.config import launch
+from pycls_fast.config.compose import as_hydra_overrides
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
@@ -55,6 +56,15 @@ def test_alone_they_stand_on_the_baseline() -> None:
 
 def test_the_last_of_two_overrides_stands() -> None:
     assert merged(["model=a", "++x=1"], ["y=2"], ["model=b", "x=3"]) == ("y=2", "model=b", "x=3")
+
+
+@pytest.mark.parametrize("choice", ["data=cifar", "optim=lion"])
+def test_a_measurement_is_given_what_was_typed(choice: str) -> None:
+    """Also of a class without a file, which another choice replaces."""
+    typed = as_hydra_overrides([choice, "data.root=/x"], [CONFIGS])
+    assert config_of(*merged(typed, ["seed=1"])) == config_of(choice, "data.root=/x", "seed=1")
+    for overrides in ((*typed, "data=folder"), merged(typed, ["data=folder"])):
+        assert config_of(*overrides).data.source == "folder"
 
 
 @pytest.mark.parametrize(("names", "picked"), [((), 3), (("half",), 1), (("optimizer", "precision"), 2)])
