@@ -307,7 +307,10 @@ def _crossed(
         for place, row in enumerate(order):
             is_on_N = on_RC[row, columns]
             halves = [[names[i] for i in np.flatnonzero(side).tolist()] for side in (is_on_N, ~is_on_N)]
-            on = [compatible(ladder, generator.permutation(half).tolist(), factors.conflicts) for half in halves]
+            drawn = [generator.permutation(half).tolist() for half in halves]
+            # Of alternatives the first pairs all have the same: how these scatter must not be what the variants do.
+            alike = place == 0 and block < pilot
+            on = [compatible(ladder, half, factors.conflicts) for half in (halves if alike else drawn)]
             pair = PlannedPair(first_seed + block * rows + place, (on[0], on[1]))
             (others if place else ends).append(pair)
     # The ends of later blocks stay with their blocks.

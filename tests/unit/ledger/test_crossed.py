@@ -75,6 +75,8 @@ def test_alternatives_are_never_on_together_and_children_need_their_parent() -> 
     assert not any({"bf16", "fp8"} <= half for half in halves)
     assert all("compile" in half for half in halves if "gelu" in half)
     assert all(sum(name in half for half in halves) > 10 for name in crossed[0].names)
+    # What the first pairs differ by is chance, not which of the alternatives is on.
+    assert {pair.on for pair in crossed[0].pairs[: crossed[0].pilot]} == {(("bf16", "compile", "gelu"), ())}
     assert alone[0].pairs[3].on == (("two",), ())
 
 
