@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.config import messages
 from pycls_fast.config.conflicts import Purpose, problems
-from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path
+from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path, typed_values
 from pycls_fast.config.of_weights import OF_WEIGHTS, of_weights
 from pycls_fast.config.run import PRESETS, RunConfig, groups, options
 from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
@@ -73,7 +73,10 @@ class Composed:
             raise messages.interpolation_mistake(error, composed.where) from error
         values = {str(key): value for key, value in found.items()}
         if composed.choices.get("model") == OF_WEIGHTS and isinstance(values.get("model"), dict):
-            values["model"], size = of_weights(values, composed.overrides)
+            # What is typed, and what an experiment's file adds to the option.
+            kept = {key for key, value in values["model"].items() if value != PRESETS["model"][OF_WEIGHTS].get(key)}
+            kept |= {key.removeprefix("model.") for key in typed_values(composed.overrides)}
+            values["model"], size = of_weights(values, kept)
             if size is not None and isinstance(data := values.setdefault("data", {}), dict):
                 data.setdefault("image_size", size)
         return dataclasses.replace(composed, values=values)

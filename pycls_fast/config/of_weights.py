@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config.keys import typed_values
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import EXPORTED, STATE, exists, user_path, weights_at
 from pycls_fast.models.choices import PRESETS as MODELS
@@ -95,11 +94,11 @@ def _of_timm(name: str) -> dict[str, Any]:
     return {**MODELS[preset], "distillation_token": True} if preset else {"kind": "timm", "name": name}
 
 
-def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Any]:
+def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], Any]:
     """The section `model` for what `weights` names: timm's or torchvision's name, a run or what it saved, or a file
     named as a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
 
-    `of_weights` itself counts for weights that do not say it.
+    `of_weights` itself counts for weights that do not say it. The keys that are `kept` stay as they are.
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     path = user_path(weights)
@@ -124,5 +123,4 @@ def of_weights(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dic
         found = _of_timm(name) if timm.is_model(name) else None
     if found is None:
         return given, None
-    typed = {key.removeprefix("model.") for key in typed_values(overrides)}
-    return {**found, **{key: value for key, value in given.items() if key in typed}}, size
+    return {**found, **{key: value for key, value in given.items() if key in kept}}, size

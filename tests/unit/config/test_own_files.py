@@ -115,6 +115,15 @@ def test_own_images_or_weights_are_fine_tuned(tool: Tool, words: list[str], expe
     assert (status, lines, {config.config_name for config, _ in calls}) == (0, [], {experiment})
 
 
+def test_what_a_file_says_of_the_model_of_weights_counts(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [finetune, _self_]\nmodel: {drop_path: 0.25}\n")
+    arguments = ["--config-dir", ".", "--config-name", "mine", "data=.", "weights=torchvision:vit_l_16"]
+    for more, drop_path in (([], 0.25), (["model.drop_path=0.5"], 0.5)):
+        status, lines, calls = tool(*arguments, *more)
+        assert (status, lines) == (0, [])
+        assert (calls[0][0].model.depth, calls[0][0].model.drop_path) == (24, drop_path)
+
+
 @pytest.mark.parametrize("name", ["typo", "folder of runs"])
 def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder of runs" / "run").mkdir(parents=True)
