@@ -190,9 +190,9 @@ ONE_PROCESS = (
 def timing_arguments(
     file: Path, *, steps: int, warmup_steps: int, seconds: float, mode: str = "train"
 ) -> tuple[str, ...]:
-    """One turn of `pycls-fast time`, whose record is the file. It refuses `weights`, which do not affect time."""
+    """One turn of `pycls-fast time`, whose record is the file. `weights` are not read, but may choose the model."""
     counts = (f"steps={steps}", f"warmup_steps={warmup_steps}", f"seconds={seconds:g}", "repeats=1")
-    return ("weights=null", f"mode={mode}", *counts, text_override("output", str(file)))
+    return (f"mode={mode}", *counts, text_override("output", str(file)))
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,6 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
     base = variants[0][1]
     problems = []
     for name, config in variants:
-        if config.weights is not None:
-            problems.append("weights: timing does not depend on them; leave it out")
         for key in ("runtime", "parallel", "imports"):
             if getattr(config, key) != getattr(base, key):
                 problems.append(f"compare: '{name}' changes {key}, which all variants share; time it in a separate run")

@@ -109,13 +109,12 @@ def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
     assert (ledger.total(), sum(ledger.missing().values())) == (9, 0)
 
 
-def test_weights_are_for_the_trainings(tmp_path: Path) -> None:
-    """`time_net` refuses them, and an experiment that fine-tunes is refused without them."""
+def test_every_measurement_has_the_weights(tmp_path: Path) -> None:
+    """Of `finetune` they choose the model."""
     weights = "weights=timm:vit"
     ledger = start(tmp_path, typed=[weights], runs_at_most=8, margin=50, numerics_steps=2, gradients=True)
     for variant in ledger.selection.runnable():
-        timed = given(ledger.folder.timing_file(variant, 0))
-        assert [a for a in timed if a.startswith("weights=")] == ["weights=null"]
+        assert weights in given(ledger.folder.timing_file(variant, 0))
         assert weights in given(ledger.folder.file("numerics", variant))
     assert weights in given(ledger.trainings.planned()[0].path / "summary.json")
     assert weights in given(ledger.folder.file("gradients", ledger.selection.variants()[0]))
