@@ -166,7 +166,8 @@ def interplay(pairs: Sequence[Pair], found: Fit) -> Interplay | None:
     for two in combinations(found.names, 2):
         is_both_P = np.array([any(set(two) <= set(on) for on in pair.on) for pair in pairs])
         both, others = rest_P[is_both_P], rest_P[~is_both_P]
-        if min(len(both), len(others)) > 1:
+        # Trainings that all end alike, with every image right say, have no spread to test with.
+        if min(len(both), len(others)) > 1 and np.ptp(rest_P) > 0:
             # The mean of a pair has half of it.
             difference = 2 * float(both.mean() - others.mean())
             tests.append(Interplay(two, difference, float(stats.ttest_ind(both, others).pvalue)))

@@ -157,6 +157,9 @@ def test_two_variants_that_act_on_each_other_are_named() -> None:
     assert said.difference == pytest.approx(-1.5, abs=0.4)
     assert said.p_value < 0.01
     assert interplay(pairs([-1.0], 0.1), fit(pairs([-1.0], 0.1), "a")) is None
+    # All images are right in all trainings.
+    perfect = [replace(pair, difference=0.0, discordant=0, mean=100.0) for pair in made]
+    assert interplay(perfect, fit(perfect, NAMES)) is None
 
 
 def test_innocent_variants_do_not_act_on_each_other() -> None:
