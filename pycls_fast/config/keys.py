@@ -83,10 +83,20 @@ def as_typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_inside(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(as_typed, value)) + "]"
+        return "[" + ",".join(map(_inside, value)) + "]"
     return str(value)
+
+
+# What Hydra reads as this text inside of brackets.
+_PLAIN = re.compile(r"(?!(null|true|false|inf|nan)\Z)[a-z_/][a-z0-9_/.*-]*", re.IGNORECASE)
+
+
+def _inside(value: Any) -> str:
+    """The same inside of brackets, where a text that is no plain name or path needs quotes."""
+    text = as_typed(value)
+    return quoted(text) if isinstance(value, str | Path) and not _PLAIN.fullmatch(text) else text
 
 
 def text_override(key: str, text: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pycls_fast.config import Purpose, Verb, command_alone, overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, compose
-from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config.keys import CONFIGS, as_typed
 from tests.unit.conftest import Tool
 
 
@@ -38,6 +39,19 @@ def test_off_and_on_need_no_quotes(tool: Tool, tmp_path: Path) -> None:
     assert (status, lines) == (0, [])
     config = calls[0][0]
     assert (config.speed.compile, config.speed.cuda_graphs, config.data.index_cache) == ("off", "on", "off")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"root": "/Bilder/Äpfel (1)", "label_separator": ";"},
+        ["a, b", "null", "1e-3", "it's", 'say "x"', "b.*", ""],
+    ],
+)
+def test_what_is_written_for_the_command_line_is_read_as_it_was(value: object) -> None:
+    """As when a section is given from Python."""
+    (parsed,) = OverridesParser.create().parse_overrides([f"key={as_typed(value)}"])
+    assert parsed.value() == value
 
 
 @pytest.mark.parametrize("experiment", ["mine", "vit_digits"])
