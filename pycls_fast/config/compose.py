@@ -206,12 +206,17 @@ def load_config(config_name: str = "vit_digits", overrides: Sequence[str] = ()) 
 def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:
     """Compose an experiment (see `load_config`) from folders of files; those of the folder that holds it win."""
     require_folders(folders)
-    file = f"{config_name.removesuffix('.yaml')}.yaml"
-    main = next((folder for folder in folders if (folder / file).is_file()), folders[0])
+    main = main_folder(config_name, folders)
     others = ",".join(quoted(f"file://{folder.resolve()}") for folder in folders if folder is not main)
     with hydra.initialize_config_dir(str(main.resolve()), version_base="1.3"):
         settings = [*HYDRA_SETTINGS, f"hydra.searchpath=[{others}]", *as_hydra_overrides(overrides, folders)]
         return compose_here(config_name, settings, folders)
+
+
+def main_folder(config_name: str, folders: Sequence[Path]) -> Path:
+    """The last of the folders that hold an experiment, which the user named after ours; else the first."""
+    file = f"{config_name.removesuffix('.yaml')}.yaml"
+    return next((folder for folder in reversed(folders) if (folder / file).is_file()), folders[0])
 
 
 def compose_here(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:

@@ -36,6 +36,7 @@ from pycls_fast.config.compose import (
     compose_here,
     default_experiment,
     import_modules,
+    main_folder,
     module_names,
     notes,
     readable,
@@ -236,8 +237,9 @@ def _compose_and_call(
     job: Callable[[DictConfig], Any], name: str, overrides: list[str], folders: Sequence[Path], *, multirun: bool
 ) -> None:
     """Do what `hydra.main` does, which composes a single run twice: first to see that it is no sweep."""
-    search_path = create_config_search_path(str(folders[0].resolve()))
-    for folder in folders[1:]:
+    main = main_folder(name, folders)
+    search_path = create_config_search_path(str(main.resolve()))
+    for folder in (each for each in folders if each is not main):
         search_path.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
     app = Hydra.create_main_hydra2("pycls_fast", search_path)
     try:

@@ -65,6 +65,19 @@ def test_a_folder_of_configurations_from_python(tmp_path: Path, experiment: str)
     assert (values["optim"], values["model"]["kind"]) == ({"name": "sgd", "lr": 1e-3, **values["optim"]}, "vit")
 
 
+def test_own_files_win_over_ours_of_the_same_names(tool: Tool, tmp_path: Path) -> None:
+    """Such as a copy of an experiment that was changed."""
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "adamw.yaml").write_text("name: adamw\nbetas: [0.5, 0.75]\n")
+    ours = (CONFIGS / "vit_digits.yaml").read_text()
+    (tmp_path / "vit_digits.yaml").write_text(ours.replace("epochs: 80", "epochs: 7"))
+    values = compose("vit_digits", [], [CONFIGS, tmp_path]).values
+    assert (values["schedule"]["epochs"], values["optim"]["betas"]) == (7, [0.5, 0.75])
+    status, lines, calls = tool("--config-dir", ".", "--config-name", "vit_digits")
+    assert (status, lines) == (0, [])
+    assert (calls[0][0].schedule.epochs, calls[0][0].optim.betas) == (7, (0.5, 0.75))
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
