@@ -79,7 +79,8 @@ class Repeats(Section):
     """How often each variant of a ladder is measured."""
 
     runs_at_most: NonNegativeInt | None = None
-    """The most trainings of all variants together; null: 64, with more than 8 variants 96 and more; 0: none."""
+    """The most trainings of the variants that are combined, and of each one that is compared by itself; null: 64, with
+    more than 8 variants 96 and more; 0: none."""
     margin: PositiveFloat = 0.25
     """The loss of top-1 that does not matter, in points."""
     strict: bool = False

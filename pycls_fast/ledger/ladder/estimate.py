@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import check_runs, families, find_factors
+from pycls_fast.ledger.ladder.plan import check_runs
 from pycls_fast.ledger.ladder.processes import Job, ProcessResult, timing_arguments
 from pycls_fast.ledger.report.effects import best_resolution
 from pycls_fast.reading import Model
@@ -53,11 +54,12 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
         UserError: the margin is smaller than one image, or there are too few trainings.
     """
     say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
+    each = 0
     if trains:
-        names = [variant.name for variant in ledger.selection.runnable()]
-        # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
-        factors = ledger.folder.factors or find_factors(ledger.ladder, names, lambda variant: None)
-        check_runs(families(ledger.ladder, factors, ledger.settings.runs_at_most, ledger.settings.first_seed))
+        groups = ledger.families()
+        check_runs(groups)
+        # A variant that is compared by itself has trainings of its own.
+        each = max((2 * len(family.pairs) for family in chain(*groups)), default=0)
     runs, images, step = ledger.trainings_at_most(), timed.evaluated_images, timed.train.step_seconds_p50
     if trains and images and margin < 100 / images:
         raise UserError(
@@ -69,9 +71,9 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
     parts = {name: took for name, took in estimate(ledger, seconds, timed, fed_step or step).items() if took > 0}
     for name, took in parts.items():
         say(f"{name}: {'at most ' if name == 'training' else ''}about {took / 60:.0f} min")
-    if trains and runs and images:
+    if each and images:
         say(
-            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, runs):.2f} "
+            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, each):.2f} "
             "points at best; the first ones will say more"
         )
     left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""

@@ -17,7 +17,16 @@ from typing import Any, Literal
 from pycls_fast.config.keys import text_override
 from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.ledger.ladder.folder import LedgerFolder, SavedRounding, SavedTiming, read_measurement
-from pycls_fast.ledger.ladder.plan import Selection, combination, default_runs, merged, tree_path, with_parents
+from pycls_fast.ledger.ladder.plan import (
+    Family,
+    Selection,
+    combination,
+    families,
+    find_factors,
+    merged,
+    tree_path,
+    with_parents,
+)
 from pycls_fast.ledger.ladder.processes import (
     FAILED,
     ONE_PROCESS,
@@ -197,9 +206,17 @@ class Ledger:
         """The most trainings that the plan may take, as far as it is known."""
         if self.trainings is not None:
             return len(self.trainings.planned())
-        count = len(self.selection.runnable()) - 1
-        most = default_runs(count) if self.settings.runs_at_most is None else self.settings.runs_at_most
-        return most if count else 0
+        groups = self.families() if self.settings.trains else []
+        pairs = [pair for group in groups for family in group for pair in family.pairs]
+        return len({(pair.seed, on) for pair in pairs for on in pair.on})
+
+    def families(self) -> list[list[Family]]:
+        """The families of trainings, as far as it is known what can be combined."""
+        _, *variants = self.selection.runnable()
+        # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
+        names = [variant.name for variant in variants]
+        factors = self.folder.factors or find_factors(self.ladder, names, lambda variant: None)
+        return families(self.ladder, factors, self.settings.runs_at_most, self.settings.first_seed)
 
     def start(self, job: Job, *, log: Path, devices: Sequence[str] = ()) -> Process:
         """Start a job with its variant's code, ranks and overrides; the last of those of one key stays."""

@@ -112,6 +112,9 @@ def test_every_piece_counts(tmp_path: Path) -> None:
         "training": 0,
     }
     assert estimated(made(tmp_path, runs_at_most=16))["training"] == 16 * (5 + 120 * 0.75)
+    # Each of two that are compared by themselves has eight with it, and both have the eight without.
+    alone = ladder_of(*(Variant(name=f"{ranks} ranks", ranks=ranks) for ranks in (2, 4)))
+    assert estimated(made(tmp_path, alone, mode="crossed", runs_at_most=16))["training"] == 24 * (5 + 120 * 0.75)
     quick = estimated(made(tmp_path, rounds=1, seconds=4.0), train={**TRAIN, "step_seconds_p50": 0.01})
     assert quick == {"timings": 3 * (5 + 4 + 2), "rounding": 0, "gradients": 0, "training": 0}
 
