@@ -253,7 +253,8 @@ def turn_length(part: Part, world: World, steps: int, seconds: float) -> int:
     while warm < seconds / 2:
         turn = slowest(part.turn(count), world)
         warm += turn.total
-        pace = max(turn.total, 1e-9) / count
+        # A loader's has more steps than asked for.
+        pace = max(turn.total, 1e-9) / len(turn.seconds)
         count = max(math.ceil((seconds / 2 - warm) / pace), 1)
     return max(steps, math.ceil(seconds / pace))
 

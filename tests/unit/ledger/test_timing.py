@@ -101,6 +101,13 @@ class Slow(Part):
         return Turn(seconds, sum(seconds))
 
 
+class Fours(Slow):
+    """Has whole bursts of steps, as a loader."""
+
+    def turn(self, steps: int) -> Turn:
+        return super().turn(-(-steps // 4) * 4)
+
+
 def test_a_turn_lasts_as_long_as_asked() -> None:
     """As many steps as the settled pace needs, not that of the first one."""
     quick = Slow(0.25, rest=0.125)
@@ -110,6 +117,7 @@ def test_a_turn_lasts_as_long_as_asked() -> None:
     slow = Slow(rest=4.0)
     assert turn_length(slow, ALONE, steps=10, seconds=2.0) == 10
     assert slow.turns == [1]
+    assert turn_length(Fours(rest=0.25), ALONE, steps=1, seconds=2.0) == 8
     untouched = Slow(rest=1.0)
     assert turn_length(untouched, ALONE, steps=10, seconds=0.0) == 10
     assert untouched.turns == []
