@@ -1,5 +1,6 @@
 """`pycls-fast prepare`, `plan`, `lr-find` and `train`: up to a trained network."""
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -88,10 +89,10 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             print(f"{root / name}: {len(packed):,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
             if not is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
-        several = (
-            "" if config.data.label_separator is None else f" 'data.label_separator={config.data.label_separator}'"
-        )
-        print(f"use it with data.source=packed data.root={root}{several}")
+        separator = config.data.label_separator
+        keys = ["data.source=packed", f"data.root={root}"]
+        keys += [] if separator is None else [f"data.label_separator={separator}"]
+        print(f"use it with {shlex.join(keys)}")
         return DONE
 
     def _verify(self, splits: dict, workers: int, left_out: dict[str, list[str]]) -> int:

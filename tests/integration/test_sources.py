@@ -70,9 +70,12 @@ def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.Ca
         for name in ("a.jpg", "b.tif"):
             Image.new("RGB", (30, 20)).save(folder / name, exif=exif)
     for store, key in itertools.product(("raw", "encoded"), ("true", "false")):
-        output = tmp_path / f"{store}_{key}"
+        output = tmp_path / f"{store} {key}"
         where = (f"data.root={tmp_path / 'folder'}", f"output={output}", "short_side=10")
-        prepare("pack", *where, f"store={store}", f"data.exif_orientation={key}", "data.source=folder", capsys=capsys)
+        more = (f"store={store}", f"data.exif_orientation={key}", "data.source=folder")
+        printed = prepare("pack", *where, *more, capsys=capsys)
+        # To be copied.
+        assert f"\nuse it with data.source=packed 'data.root={output}'\n" in printed
         stored, turned = (PackedImages(output / "train").read(index) for index in range(2))
         if isinstance(stored, bytes):
             assert orientation_of(stored) == 6
