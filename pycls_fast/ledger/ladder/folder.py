@@ -234,15 +234,21 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
-def code_digest(configs: Sequence[Path], trees: Sequence[Path] = ()) -> str:
+def code_digest(configs: Sequence[Path], trees: Sequence[Path] = (), imports: Sequence[str] = ()) -> str:
     """SHA-256 of the code that a variant's processes run; takes milliseconds.
 
     Args:
         configs: folders of configurations. Only the files of groups count, which variants choose by name: the plan
             itself holds the experiment and the ladder.
         trees: other checkouts that variants run.
+        imports: the user's modules, which this process has imported.
     """
     found = hashlib.sha256()
+    own = (getattr(sys.modules[name], "__file__", None) for name in imports)
+    for module in map(Path, filter(None, own)):
+        # Of a package, whose file is `__init__.py`, all its modules.
+        for file in sorted(module.parent.rglob("*.py")) if module.stem == "__init__" else [module]:
+            found.update(file.read_bytes())
     for package, folders in (
         (Path(__file__).parents[2], configs),
         *((t / "pycls_fast", [t / "configs"]) for t in trees),

@@ -53,7 +53,7 @@ def run_ladder(
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(ladder, config)
-    code = partial(code_digest, configs, _trees(chosen))
+    code = partial(code_digest, configs, _trees(chosen), config.imports)
     place = LedgerFolder(folder, code=code, accept_code=accept_code)
     why_not = partial(refusal, compose=compose, device=torch.device(device))
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)

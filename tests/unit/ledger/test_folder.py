@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from itertools import pairwise
@@ -87,6 +88,22 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
     # A lock of an editor: a link to nothing.
     (package / ".#a.py").symlink_to("nobody@nowhere")
     assert code_digest([configs]) == found[-1]
+
+
+def test_own_modules_are_code_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["ledger_one", "ledger_package"]
+    files = [tmp_path / "ledger_one.py", tmp_path / "ledger_package" / "inner.py"]
+    files[1].parent.mkdir()
+    for file in (*files, files[1].with_name("__init__.py")):
+        file.write_text("x = 1")
+    for name in names:
+        importlib.import_module(name)
+    found = [code_digest([], imports=names)]
+    for file in files:
+        file.write_text("x = 2")
+        found.append(code_digest([], imports=names))
+    assert len(set(found)) == 3
 
 
 def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
