@@ -46,7 +46,8 @@ class _EventWithoutLock:
         return bool(self._value.value)
 
 
-_CONTEXT = copy.copy(multiprocessing.get_context())
+# Since Python 3.14 another way is the default: it imports everything again in each worker, the user's program included.
+_CONTEXT = copy.copy(multiprocessing.get_context("fork"))
 vars(_CONTEXT)["Event"] = _EventWithoutLock
 
 

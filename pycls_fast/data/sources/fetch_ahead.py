@@ -118,7 +118,8 @@ def fetch_ahead(source: Images, sampler: Iterable[Sequence[tuple[int, int]]]) ->
     # Plain memory: setting an event waits for those who wait for it, for ever if one of them was killed.
     arrived, is_over = multiprocessing.RawValue("q", 0), multiprocessing.RawValue("b", 0)
     # A process: threads would take turns with the training step, and be missing in forked workers.
-    process = multiprocessing.Process(target=_fetch, args=(source, stored, sampler, arrived, is_over), daemon=True)
+    arguments = (source, stored, sampler, arrived, is_over)
+    process = multiprocessing.get_context("fork").Process(target=_fetch, args=arguments, daemon=True)
     process.start()
 
     def count_batch() -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import torch
 from torch.multiprocessing import reductions
 from torch.utils.data._utils import signal_handling
 
-from pycls_fast.data import dataset
+from pycls_fast.data import dataset, loader
 from pycls_fast.data.choices import Augment
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader
@@ -206,6 +207,13 @@ def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pyt
     for worker in started:
         worker.join(60)
         assert worker.exitcode == -signal.SIGKILL
+
+
+def test_workers_are_forked_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14's default cannot start one from a program without `if __name__ == "__main__"`."""
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr("multiprocessing.context._default_context._actual_context", spawn)
+    assert runpy.run_path(loader.__file__)["_CONTEXT"].get_start_method() == "fork"
 
 
 def test_an_error_that_passes_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
