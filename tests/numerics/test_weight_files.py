@@ -684,13 +684,14 @@ def test_timms_own_models_take_timms_files() -> None:
     ours = TimmNetwork(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
     load(ours, saved(theirs))
     assert_same(ours, theirs, 64)
-    # Another size and classes, as timm's own functions have it.
-    ours = TimmNetwork(name=name, num_classes=3, image_size=96, options=options).double().eval()
-    fitted = load(ours, saved(theirs))
-    assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
-    assert fitted.adapted == {"network.pos_embed": "resized by timm from (1, 17, 192) to (1, 37, 192)"}
-    expected = resample_abs_pos_embed(theirs.pos_embed, [6, 6])
-    assert torch.equal(ours.network.pos_embed, expected)
+    # Another size and classes, as timm's own functions have it; of a run, too.
+    for state in (theirs, {f"network.{key}": tensor for key, tensor in theirs.state_dict().items()}):
+        ours = TimmNetwork(name=name, num_classes=3, image_size=96, options=options).double().eval()
+        fitted = load(ours, saved(state))
+        assert fitted.fresh.keys() == {"network.head.weight", "network.head.bias"}
+        assert fitted.adapted == {"network.pos_embed": "resized by timm from (1, 17, 192) to (1, 37, 192)"}
+        expected = resample_abs_pos_embed(theirs.pos_embed, [6, 6])
+        assert torch.equal(ours.network.pos_embed, expected)
     refused(ours, saved({**theirs.state_dict(), "extra": torch.rand(1)}), r"unexpected: network\.extra")
 
 

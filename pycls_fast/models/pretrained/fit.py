@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError, first_few
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.moe import ExpertsMlp
-from pycls_fast.models.pretrained.names import OTHER, OURS, TIMM_VIT, TRANSFORMERS, VITS, to_timm_vit
+from pycls_fast.models.pretrained.names import OTHER, TIMM_VIT, TRANSFORMERS, VITS, to_timm_vit
 from pycls_fast.models.pretrained.read import ReadWeights
 from pycls_fast.models.pretrained.traits import check_settings, other_model
 from pycls_fast.models.vit import VisionTransformer
@@ -145,9 +145,8 @@ def _in_names_of(
                 "timm model, use model=NAME"
             )
         return dict(read.tensors), list(read.unknown)
-    if read.layout == OURS and any(name.startswith("network.") for name in read.tensors):
-        return dict(read.tensors), []
-    state: Mapping[str, Tensor] = read.plain
+    # A run's have the network's own names.
+    state: Mapping[str, Tensor] = {name.removeprefix("network."): tensor for name, tensor in read.plain.items()}
     own = {name.removeprefix("network.") for name in shapes}
     rest: dict[str, Tensor] = {}
     unknown: list[str] = []
