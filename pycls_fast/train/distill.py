@@ -15,6 +15,7 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.of_weights import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
+from pycls_fast.errors import refusing
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
@@ -74,9 +75,10 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
     values["model"] = of_weights(values, ())[0] if saved is None else saved["model"]
     its_own = statistics(settings.teacher, world, model=values["model"].get("name"))
     mean, std = its_own or (config.data.mean, config.data.std)
-    # No rank has only a part of it.
-    its_config = validate_saved(values | {"parallel": {"name": "single"}}, settings.teacher)
-    teacher, _, _ = load_network(its_config, data, world, switches, for_training=False)
+    # No rank has only a part of it, and switches that were set for the other network need not suit it.
+    its_config = validate_saved(values | {"parallel": {"name": "single"}, "speed": {}}, settings.teacher)
+    with refusing(f"distill.teacher: {settings.teacher} does not take {config.data.image_size} px images", ValueError):
+        teacher, _, _ = load_network(its_config, data, world, switches, for_training=False)
     like = next(teacher.parameters())
     channels = [config.data.mean, config.data.std, mean, std]
     own_mean, own_std, its_mean, its_std = torch.tensor(channels, device=world.device)[:, :, None, None]
