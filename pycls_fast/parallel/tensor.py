@@ -64,7 +64,11 @@ def divide(network: Network, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> N
         mesh: the ranks that compute the blocks together, which see the same images.
     """
     for block in blocks:
+        frozen = [name for name, parameter in block.named_parameters() if not parameter.requires_grad]
         parallelize_module(block, mesh, {name: _STYLES[kind] for name, kind in network.divisions(block).items()})
+        for name in frozen:
+            # torch makes new parameters of norms, which are trained (2.15).
+            block.get_parameter(name).requires_grad_(False)
 
     def own_tokens(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         return _placed(inputs[0], mesh, Replicate(), _TOKENS)

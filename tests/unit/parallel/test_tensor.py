@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from pycls_fast import build
 from pycls_fast.network import Network
+from pycls_fast.optim.groups import freeze
 from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
 from tests.factories import config_of, imagined, randomise
 
@@ -79,6 +80,15 @@ def test_divided_blocks_are_whole_ones(ranks: LocalTensorMode) -> None:
     for _, first, last in ours.experts():
         # As any MLP: its hidden width, so that nothing is exchanged between the two.
         assert (first.weight.placements, last.weight.placements) == ((Shard(1),), (Shard(2),))
+
+
+def test_what_is_frozen_stays_frozen(ranks: LocalTensorMode) -> None:
+    ours = network(*DRAWN)
+    freeze(ours, ["head", "blocks.1*"])
+    trains = {name: parameter.requires_grad for name, parameter in ours.named_parameters()}
+    divide(ours, [block for _, block in ours.units()], mesh("tensor"))
+    assert {name: parameter.requires_grad for name, parameter in ours.named_parameters()} == trains
+    assert set(trains.values()) == {True, False}
 
 
 def test_divided_experts_see_the_images_of_all_ranks(ranks: LocalTensorMode) -> None:
