@@ -67,12 +67,14 @@ def _draw(run: Run) -> None:
 
 def _write_best_weights(run: Run) -> None:
     """Write `best.safetensors`, unless nothing was worth saving."""
-    checkpoint = run.folder.checkpoints / BEST
+    checkpoint, file = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
     if not checkpoint.exists():
+        # One that is there is of steps that a run which went back has abandoned.
+        file.unlink(missing_ok=True)
         return
     try:
         weights = open_weights(checkpoint.resolve())
-        write_weights(run.folder.path / f"{BEST}.safetensors", weights, weights.read())
+        write_weights(file, weights, weights.read())
     except UserError as error:
         run.display.warn(str(error))
 

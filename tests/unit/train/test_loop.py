@@ -20,7 +20,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.plan.race import Race
-from pycls_fast.train import loop, saving, train
+from pycls_fast.train import loop, saving, train, validation
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock
@@ -164,6 +164,24 @@ def test_step_0_is_saved_although_its_first_checkpoint_could_not_be_written(
             run(tmp_path / "run", *keys)
     assert [record["step"] for record in run(tmp_path / "run", *keys) if record["kind"] == "eval"] == [0]
     assert step_of((tmp_path / "run" / "checkpoints" / "best").resolve()) == 0
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_not_those_of_abandoned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there a checkpoint of the best that is left, which was removed when a later one was better."""
+    scores = {3: 80.0, 6: 70.0, 9: 90.0}
+
+    def best(evaluations: list[dict[str, Any]], *_: Any) -> int | None:
+        steps = [each["step"] for each in evaluations]
+        return steps.index(max(steps, key=scores.__getitem__)) if steps else None
+
+    monkeypatch.setattr(validation, "best_evaluation", best)
+    run(tmp_path, "schedule.epochs=3")
+    assert (tmp_path / "best.safetensors").is_file()
+    scores[9] = 60.0
+    run(tmp_path, "schedule.epochs=3", f"resume={tmp_path}/checkpoints/step_000000006")
+    assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 3
+    assert not (tmp_path / "best.safetensors").exists()
 
 
 @pytest.mark.slow
