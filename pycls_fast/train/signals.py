@@ -19,6 +19,8 @@ from pycls_fast.errors import UserError, end_import, is_first_of_node, refusing,
 _ECHO_SECONDS = 1.0
 # A signal whose exception was lost comes again after so long, when what lost it is over.
 _LOST_SECONDS = 0.05
+# Other ranks wait so long for one that has no data yet: torchrun kills all 30 s after a signal.
+_LATE_SECONDS = 20.0
 # Within this time the first task draws the last curves, ends its trackers and requeues the job.
 _REQUEUE_SECONDS = 60
 
@@ -36,6 +38,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.asked_at = 0.0
         self.training = False
         self.finished = False
         self.launcher_handler: Callable[[], object] | None = None
@@ -45,11 +48,11 @@ class StopRequest:
 
     def check(self, ranks: int = 1) -> None:
         """Raise `Stopped` if a signal has asked for it; to be called where waiting takes long, or forever, as for data.
-        A `UserError` if other ranks wait for this one, which cannot finish the step."""
-        if self and ranks > 1:
-            raise UserError(f"{self.name}: this rank waits for data and cannot finish the step; see why nothing comes")
-        if self:
+        If other ranks wait for this one to finish the step, a `UserError` some time after the signal."""
+        if self and ranks == 1:
             raise Stopped
+        if self and time.monotonic() - self.asked_at >= _LATE_SECONDS:
+            raise UserError(f"{self.name}: this rank waits for data and cannot finish the step; see why nothing comes")
 
     def call_launcher(self) -> None:
         """Call the scheduler launcher's own signal handler, if we intercepted its signal.
@@ -109,7 +112,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
         if tasks.is_task() and number in warnings and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:
-            request.name = signal.Signals(number).name
+            request.name, request.asked_at = signal.Signals(number).name, time.monotonic()
             # torchrun forwards only the first one.
             alone = "TORCHELASTIC_RUN_ID" not in os.environ and request.name in ("SIGINT", "SIGTERM")
             again = f"; {'Ctrl-C' if number == signal.SIGINT else request.name} again ends at once" if alone else ""
