@@ -95,7 +95,8 @@ class TrainTransform:
         size, filter_, hflip = self.image_size, self._augment.interpolation, self._augment.hflip
         if self._random_resized is not None:
             drawn = self._random_resized.make_params([torch.empty(3, *picture.size, device="meta")])
-            box = (drawn["top"], drawn["left"], drawn["height"], drawn["width"])
+            # In a line of pixels torchvision's last resort may be rounded to nothing.
+            box = (drawn["top"], drawn["left"], max(drawn["height"], 1), max(drawn["width"], 1))
             return picture.crop(Crop(box, size, (0, 0, *size), filter_, mirror=_draw_flip(hflip)))
         crop = _centre_crop(picture.size, self._whole, size, size, filter_)
         if self._padded is None:

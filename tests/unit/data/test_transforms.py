@@ -140,6 +140,8 @@ def test_extreme_proportions(size: tuple[int, int]) -> None:
         EvalTransform(Augment(eval_crop="squash"), image_size=224),
         TrainTransform(Augment(crop="none"), image_size=224),
         TrainTransform(Augment(), image_size=224),
+        TrainTransform(Augment(), image_size=(32, 256)),
+        TrainTransform(Augment(), image_size=(256, 32)),
     ):
         assert (transform(PillowPicture(line), 0).image_HWC == [10, 20, 30]).all()
     bordered = EvalTransform(Augment(eval_crop="border"), image_size=224, mean=(0, 0, 0))(
