@@ -8,6 +8,7 @@ import pickle
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.to_rgb import decode
+from pycls_fast.data.to_rgb import DamagedImage, decode
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 from pycls_fast.seeds import counter_seed
@@ -251,8 +252,9 @@ class DatasetImages(Images):
             found = name_classes(labels.tolist(), names=names, where=f"data: {self.where}")
         self.classes, self.labels, self.label_sets = found
         if len(self):
-            # A dataset with other images is refused before training.
-            self.read(0)
+            # A dataset with other images is refused before training; a damaged image is skipped later.
+            with suppress(OSError, DamagedImage):
+                self.read(0)
 
     def read(self, index: int) -> np.ndarray:
         image = self._dataset[index][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import webdataset
+from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 from pycls_fast.data.choices import Augment
@@ -21,6 +23,7 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import TrainSampler
 from pycls_fast.data.sources.arrays import DatasetImages
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.to_rgb import DamagedImage
 from pycls_fast.data.transforms import TrainTransform
 from pycls_fast.errors import UserError
 from tests.unit.data.layouts import (
@@ -155,6 +158,13 @@ def test_a_dataset_of_torch(labels: tuple[Any, ...]) -> None:
     assert [sorted(source.classes_of(index)) for index in range(3)] == [["dog"], ["cat"], ["dog"]]
     assert DatasetImages(Subset(Labelled(*labels), [2, 1])).labels.tolist() == [1, 0]
     assert len(DatasetImages(Subset(Labelled(*labels), []))) == 0
+
+
+def test_a_first_image_that_is_damaged_is_one_like_others() -> None:
+    cut_off = Image.open(io.BytesIO(CONTENT["train"][0].data[:-20]))
+    source = DatasetImages([(cut_off, 0), (Image.new("RGB", (4, 4)), 1)])
+    with pytest.raises(DamagedImage, match="truncated"):
+        source.read(0)
 
 
 @pytest.mark.parametrize(
