@@ -161,7 +161,8 @@ def preprocessing_of(source: str | Path, *, model: str | None = None, for_scorin
 
     Args:
         source: what `read_weights` takes, or a path, beside which the `config.json` lies.
-        model: timm's name of the model, whose preprocessing counts for a file that does not describe its own.
+        model: timm's name of the model, whose preprocessing counts for a file that does not describe its own, nor has
+            the name of timm's weights.
         for_scoring: all of it has to be supported here; else only mean and std.
 
     Returns:
@@ -176,7 +177,10 @@ def preprocessing_of(source: str | Path, *, model: str | None = None, for_scorin
     elif project == "torchvision":
         about = _of_torchvision(name)
     else:
-        about = _beside(user_path(source)) or (_of_timm_model(model) if model else None)
+        path = user_path(source)
+        # A file's name with a tag of timm's says which of the model's weights they are.
+        names = [name for name in (path.stem if "." in path.stem else None, model) if name]
+        about = _beside(path) or next(filter(None, map(_of_timm_model, names)), None)
     if about is not None and for_scoring and about.unknown:
         raise UserError(f"weights: {source} asks for {about.unknown}; preprocessing=config takes the configuration's")
     return about

@@ -280,6 +280,11 @@ def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     assert statistics(tmp_path / "snapshot/model.safetensors") == HALF
     torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
     assert statistics(tmp_path / "mute.pth") is None
+    # The name with a tag; the model's own default weights have other statistics.
+    model = "vit_base_patch16_224"
+    for name, expected in ((f"{model}.mae", IMAGENET), (f"{model}.mine", HALF), (model, HALF)):
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+        assert statistics(tmp_path / f"{name}.safetensors", model=model) == expected
 
 
 @pytest.mark.parametrize("ask", [True, False])
