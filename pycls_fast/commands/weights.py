@@ -30,8 +30,8 @@ class _ImagesOptions(Section):
     pycls-fast export; each includes class names and preprocessing."""
     images: tuple[str, ...]
     """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), addresses
-    (https://..., and what fsspec reads: s3://...), or - for a list of files on standard input. A video (pip install
-    'pycls_fast[video]') stands for its frames."""
+    (https://..., and what fsspec reads: s3://...), or - for a list of files and addresses on standard input. A video
+    (pip install 'pycls_fast[video]') stands for its frames."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     device: Device = "auto"

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from PIL import Image
 
 from pycls_fast.data.sources.index import progress
+from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.data.to_rgb import Conversion, decode
 from pycls_fast.errors import DONE, MISTAKE, cell, printable
 from pycls_fast.inference.classifier import BATCH_SIZE, Classifier, Guess, Prediction, load
@@ -90,13 +91,14 @@ def report_unreadable(unreadable: Sequence[tuple[str, str]], count: int) -> None
 
 def collect(images: Sequence[str], every: float = 1.0) -> list[Path | Address | Frame]:
     """The files that the command line names; those listed on standard input need not exist."""
-    listed: list[Path] = []
+    listed: list[Path | Address] = []
     if "-" in images:
         if isinstance(sys.stdin, io.TextIOWrapper):
             # As in arguments: names need not be UTF-8.
             sys.stdin.reconfigure(errors="surrogateescape")
         # NUL ends the names of `find -print0`.
-        listed = [Path(line) for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
+        lines = [line for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
+        listed = [Address(line) if is_remote(line) else Path(line) for line in lines]
     return [*find_images((word for word in images if word != "-"), every), *frames_of(listed, every)]
 
 

@@ -164,7 +164,7 @@ def test_a_list_on_standard_input(
     said = capsys.readouterr()
     assert [Path(row["image"]).name for row in json.loads(said.out)["images"]] == ["3.png", "1.png"]
     assert "gone.png: cannot be read: No such file or directory" in said.err
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\0{bad / '1.png'}\0"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\0file://{bad / '1.png'}\0"))
     assert run_tool("predict", run_dir, "-", "format=json") == 0
     assert [Path(row["image"]).name for row in json.loads(capsys.readouterr().out)["images"]] == ["3.png", "1.png"]
 
