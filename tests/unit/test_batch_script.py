@@ -49,10 +49,16 @@ def test_only_a_stopped_run_is_queued_again(
         record(run, earlier)
     line = "true" if event is None else f"echo '{record(tmp_path / 'new', event)}' >> {run}/metrics.jsonl"
     executable(
-        tmp_path / "bin" / "srun", f"{line}\necho ${{@: -3}}\n[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT = 150 ] && exit 1"
+        tmp_path / "bin" / "srun", f"{line}\necho $1 ${{@: -3}}\n[ $TORCH_ELASTIC_SHUTDOWN_TIMEOUT = 150 ] && exit 1"
     )
     executable(tmp_path / "bin" / "scontrol", f"[ $1 = requeue ] && echo $2 > {tmp_path}/queued; true")
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "96",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_NNODES": "1",
+    }
     done = subprocess.run(
         ["bash", str(SCRIPT), str(run), "--config-name", "vit_h16"],
         env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
@@ -61,5 +67,5 @@ def test_only_a_stopped_run_is_queued_again(
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == f"--config-name vit_h16 run_dir={run}\n"
+    assert done.stdout == f"--cpus-per-task=96 --config-name vit_h16 run_dir={run}\n"
     assert (tmp_path / "queued").exists() == queued
