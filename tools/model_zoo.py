@@ -73,7 +73,9 @@ def _rows() -> Iterator[Sequence[object]]:
 def _weights(known: Published) -> str:
     score = published.WEIGHTS.get(known.weights)
     if score and known.top1 and round(score.top1, 1) != round(known.top1, 1):
-        return f"`{known.weights}` ({score.top1:.2f})"
+        # Some are meant to be tested at another size than that of the published number.
+        size = f" at {score.size} px" if score.size != known.size else ""
+        return f"`{known.weights}` ({score.top1:.2f}{size})"
     return f"`{known.weights}`" if known.weights else ""
 
 

@@ -81,3 +81,5 @@ def test_the_mistakes_are_told_as_shown(tool: Tool) -> None:
 def test_the_zoo_is_what_its_tool_writes() -> None:
     measured = json.loads(model_zoo.MEASURED.read_text(encoding="utf-8"))
     assert model_zoo.PAGE.read_text(encoding="utf-8") == model_zoo.page(measured), "run: python tools/model_zoo.py"
+    # Beside the paper's score at 224 px.
+    assert "(81.24 at 288 px)" in model_zoo.page(measured)
