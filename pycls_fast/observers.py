@@ -187,6 +187,9 @@ class MLflow(Tracker, name="mlflow"):
     def end(self, status: int, final: Mapping[str, float]) -> None:
         if final:
             self.add(self._step, final)
-        for sent in self._sending:
-            sent.wait()
-        self._client.set_terminated(self._id, status=_STATE.get(status, "FAILED"))
+        try:
+            for sent in self._sending:
+                sent.wait()
+        finally:
+            # Numbers that could not be sent do not leave the run active there.
+            self._client.set_terminated(self._id, status=_STATE.get(status, "FAILED"))

@@ -162,6 +162,9 @@ def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: py
     assert len(records(tmp_path, "train")) == 6
     (warning,) = re.findall(r"warning: (.*)", capsys.readouterr().out)
     assert warning.startswith(f"trackers: {service.package} failed (ConnectionError: no route to host); the run")
+    # MLflow says it when all is done, and would keep the run active.
+    (seen,) = service.runs.values()
+    assert seen.states == ([] if service.package == "wandb" else ["FINISHED"])
 
 
 @pytest.mark.slow
