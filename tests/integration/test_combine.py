@@ -117,6 +117,9 @@ def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path) -> Non
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
     with pytest.raises(UserError, match=r"^others: .* has other tensors or classes than"):
         soup(config, [str(other.run_dir)], str(made), method="uniform", **how)
+    config = load_run_config(a.run_dir, [f"weights={a.run_dir}", "data.image_size=16"])
+    with pytest.raises(UserError, match=r"^weights: .*: 1 tensors differ, the first is positions.value with shape"):
+        soup(config, [str(b.run_dir)], str(made), method="uniform", **how)
 
 
 @pytest.mark.parametrize("hard", [False, True])

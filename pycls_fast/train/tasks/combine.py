@@ -16,6 +16,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
+from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.tasks.score import scored_split, set_up
 from pycls_fast.train.weights import Weights, check_output, open_weights, write_weights
 
@@ -159,6 +160,9 @@ def soup(
                     f"on images of split={split}; use other images (data.root=FOLDER split=all) or method=uniform"
                 )
         network = setup.load(scored.source)
+        # What was adapted, such as positions to data.image_size, has no mean of the files.
+        own = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        check_shapes(f"weights: {found[0].path}", {name: spec.shape for name, spec in found[0].specs.items()}, own)
 
         def top1(chosen: Sequence[Weights]) -> float:
             network.load_state_dict(mean_weights(chosen))
