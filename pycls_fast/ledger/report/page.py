@@ -139,7 +139,8 @@ def _decision(record: Record) -> Chart | None:
     axes.set(xlabel="speed-up over what it is added to", ylabel="top-1 gained, points")
     axes.xaxis.set_major_formatter("{x:.2f}x")
     axes.locator_params(axis="x", nbins=6)
-    figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
+    for label in figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2).get_texts():
+        label.set_parse_math(False)
     return Chart(
         "decision",
         "Speed gained and accuracy lost",

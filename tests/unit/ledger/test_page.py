@@ -176,6 +176,8 @@ def test_names_are_no_mathematics(record: Record) -> None:
     record.variants[0].name = "_$x_$"
     (name, *_) = drawn(record, "throughput").figure.axes[0].get_yticklabels()
     assert (name.get_text(), name.get_parse_math()) == ("_$x_$", False)
+    (legend,) = drawn(record, "decision").figure.legends
+    assert [label.get_parse_math() for label in legend.get_texts()] == [False] * 2
 
 
 def test_the_picture_of_the_decision(record: Record) -> None:
