@@ -25,7 +25,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.ledger.measure.device import synchronize
 from pycls_fast.optim.choices import Optimizer as Chosen
 from pycls_fast.optim.optimizers import set_lr
-from pycls_fast.optim.weights import LocalShards, OwnedWeights
+from pycls_fast.optim.owned_weights import LocalShards, OwnedWeights
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model

@@ -27,7 +27,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.weights import Weights, open_weights
+from pycls_fast.train.saved_weights import Weights, open_weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""

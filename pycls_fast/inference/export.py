@@ -19,8 +19,7 @@ from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.tasks.score import SCORES
-from pycls_fast.train.weights import (
+from pycls_fast.train.saved_weights import (
     Weights,
     about_weights,
     check_output,
@@ -29,6 +28,7 @@ from pycls_fast.train.weights import (
     replacing,
     written_files,
 )
+from pycls_fast.train.tasks.score import SCORES
 
 # Values of `dtype`, which are those of tensors where a file has nothing else.
 _OF_TENSORS = ("null", "float32", "bfloat16", "float16")

@@ -35,7 +35,7 @@ class About:
     Attributes:
         classes: names of the outputs, in their order.
         how: what is done to an image before the network sees it, under the names of the file's metadata
-            (`train/weights.py`, `preprocessing`).
+            (`train/saved_weights.py`, `preprocessing`).
         texts: the file's metadata, in strings, which all formats can hold.
     """
 
@@ -258,7 +258,7 @@ FORMATS: dict[str, Callable[[Network, Path, About], None]] = {
 }
 """Formats that are written from the model: name -> function of model, path and description.
 
-"safetensors", in our names, needs only the tensors (`train/weights.py`).
+"safetensors", in our names, needs only the tensors (`train/saved_weights.py`).
 """
 SUFFIXES = {"safetensors": ".safetensors", "timm": "", "onnx": ".onnx", "openvino": ".xml", "program": ".pt2"}
 """Suffix of the path that each format writes; timm's is a folder."""

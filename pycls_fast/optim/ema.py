@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pycls_fast.optim.weights import OwnedWeights, local
+from pycls_fast.optim.owned_weights import OwnedWeights, local
 
 
 class Ema:

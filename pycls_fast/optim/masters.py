@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 
 
 class MasterWeights(OwnedWeights):

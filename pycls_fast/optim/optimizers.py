@@ -1,4 +1,5 @@
-"""What is done to every optimizer: rates, compilation, CUDA graphs, state by the names of parameters, the host."""
+"""What is done to every optimizer: rates, compilation, CUDA graphs, state by the names of parameters, the host. The
+optimizers themselves are in `choices.py`."""
 
 from __future__ import annotations
 

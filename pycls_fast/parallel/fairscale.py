@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
 from pycls_fast.optim.masters import cast_buffers, cast_inputs, cast_output
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World

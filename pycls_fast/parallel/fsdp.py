@@ -20,7 +20,7 @@ from pycls_fast.errors import refusing
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
 from pycls_fast.optim.masters import cast_around, cast_buffers
-from pycls_fast.optim.weights import assign
+from pycls_fast.optim.owned_weights import assign
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.tensor import divide, divide_experts, is_divided
 from pycls_fast.parallel.world import World

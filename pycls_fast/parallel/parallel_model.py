@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pycls_fast.optim.groups import Group
-from pycls_fast.optim.weights import OwnedWeights, local
+from pycls_fast.optim.owned_weights import OwnedWeights, local
 from pycls_fast.parallel.pipeline import Pipeline
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pycls_fast.network import Network, Units
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel import ddp, fairscale, fsdp
 from pycls_fast.parallel.ddp import synchronise
 from pycls_fast.parallel.fsdp import is_empty, materialise

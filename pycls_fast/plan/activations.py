@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from pycls_fast.network import Network
-from pycls_fast.optim.weights import local
+from pycls_fast.optim.owned_weights import local
 from pycls_fast.plan.operators import CountWork, LiveMemory, Work
 
 

@@ -28,12 +28,12 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
 from pycls_fast.parallel.launch import degrees
-from pycls_fast.parallel.memory import save_activation_memory
 from pycls_fast.parallel.pipeline import orders, partition_blocks
+from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.tensor import divide, divide_experts
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.activations import Activations, measure
-from pycls_fast.plan.memory import (
+from pycls_fast.plan.peak import (
     Copies,
     Peak,
     Sizes,

@@ -25,9 +25,9 @@ from pycls_fast.parallel.pipeline import bubble, stage_ranks
 from pycls_fast.plan.activations import Activations
 from pycls_fast.plan.cluster import Cluster, Kernels
 from pycls_fast.plan.layout import UNDIVIDED, Layout
-from pycls_fast.plan.memory import Peak
 from pycls_fast.plan.memory_plan import USABLE, MemoryPlan
 from pycls_fast.plan.operators import EXCHANGES, CountWork
+from pycls_fast.plan.peak import Peak
 from pycls_fast.strategies import ScheduleName
 
 # Images of the two measurements.

@@ -21,9 +21,9 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
-from pycls_fast.optim.weights import LocalShards, OwnedWeights, local
+from pycls_fast.optim.owned_weights import LocalShards, OwnedWeights, local
 from pycls_fast.parallel.fsdp import is_empty
-from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed

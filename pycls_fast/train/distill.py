@@ -20,7 +20,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.resolving import statistics
-from pycls_fast.train.weights import open_source
+from pycls_fast.train.saved_weights import open_source
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
-from pycls_fast.optim.weights import local
+from pycls_fast.optim.owned_weights import local
 from pycls_fast.train.run_state import Run
 
 # A constant loss scale is too high if whole log intervals with at least this many steps in total are skipped.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pycls_fast.data.sources.base import Subset
 from pycls_fast.optim.optimizers import HostOptimizer
-from pycls_fast.optim.weights import assign
+from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.run_state import Run

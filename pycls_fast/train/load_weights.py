@@ -21,11 +21,11 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
 from pycls_fast.network import Network
-from pycls_fast.optim.weights import OwnedWeights, assign
+from pycls_fast.optim.owned_weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.weights import Weights, open_source
+from pycls_fast.train.saved_weights import Weights, open_source
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.

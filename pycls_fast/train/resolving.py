@@ -22,7 +22,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
-from pycls_fast.train.weights import open_source
+from pycls_fast.train.saved_weights import open_source
 from pycls_fast.values import AUTO
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]

@@ -17,7 +17,7 @@ from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.optim.ema import Ema
 from pycls_fast.optim.optimizers import set_lr
-from pycls_fast.optim.weights import OwnedWeights, local
+from pycls_fast.optim.owned_weights import OwnedWeights, local
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.seeds import generators, microbatch_seed, seed_generators
 from pycls_fast.train.distill import Distillation

@@ -16,8 +16,8 @@ from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run_state import Run
+from pycls_fast.train.saved_weights import open_weights, write_weights
 from pycls_fast.train.validation import primary_and_best
-from pycls_fast.train.weights import open_weights, write_weights
 
 
 def summarise(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pycls_fast.errors import UserError
-from pycls_fast.optim.weights import local
+from pycls_fast.optim.owned_weights import local
 from pycls_fast.parallel.fairscale import plain_name
 
 

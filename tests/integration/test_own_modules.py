@@ -21,7 +21,7 @@ from pycls_fast.config.compose import import_modules
 from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
-from pycls_fast.train.weights import open_weights
+from pycls_fast.train.saved_weights import open_weights
 from tests.integration.runs import command, run_process, under_torchrun
 
 MODEL = """

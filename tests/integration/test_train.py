@@ -17,8 +17,8 @@ from pycls_fast.errors import Finished, UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import train
 from pycls_fast.train.run_state import Run
+from pycls_fast.train.saved_weights import open_weights
 from pycls_fast.train.tasks.score import score
-from pycls_fast.train.weights import open_weights
 from tests.factories import assert_same_bits
 from tests.integration.runs import TINY, newest_checkpoint, records, run
 

@@ -16,7 +16,7 @@ from pycls_fast.models.complexity import complexity
 from pycls_fast.models.drop_path import DropPath
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.optimizers import HostOptimizer
-from pycls_fast.parallel.memory import Recomputed, SavedTensors, save_activation_memory
+from pycls_fast.parallel.saved_activations import Recomputed, SavedTensors, save_activation_memory
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import MODEL_KINDS, SWITCHES, Device, Speed, Switch, resolve
 from tests.factories import config_of

@@ -23,8 +23,8 @@ from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import print_table
 from pycls_fast.train.display import Display
 from pycls_fast.train.folder import write_json
+from pycls_fast.train.saved_weights import find_weights
 from pycls_fast.train.signals import stop_requests
-from pycls_fast.train.weights import find_weights
 
 
 def run_ladder(

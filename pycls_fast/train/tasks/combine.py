@@ -17,8 +17,8 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
 from pycls_fast.train.checkpoint import check_shapes
+from pycls_fast.train.saved_weights import Weights, check_output, open_weights, write_weights
 from pycls_fast.train.tasks.score import scored_split, set_up
-from pycls_fast.train.weights import Weights, check_output, open_weights, write_weights
 
 # Natural logarithms of the lowest and the highest temperature.
 _RANGE = (-4.0, 4.0)

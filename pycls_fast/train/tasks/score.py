@@ -33,7 +33,7 @@ from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
-from pycls_fast.train.weights import Weights, open_source
+from pycls_fast.train.saved_weights import Weights, open_source
 
 # Classes that are printed.
 _CLASSES = 20

@@ -19,7 +19,7 @@ from pycls_fast.config.run import PRESETS
 from pycls_fast.errors import UserError
 from pycls_fast.models.choices import ViTModel
 from pycls_fast.models.complexity import complexity
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.speed import Speed, resolve

@@ -29,7 +29,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
 from pycls_fast.train.load_weights import load_weights
-from pycls_fast.train.weights import NOT_PUBLISHED, open_weights, preprocessing
+from pycls_fast.train.saved_weights import NOT_PUBLISHED, open_weights, preprocessing
 from tests.factories import assert_same_bits, config_of
 from tests.integration.runs import run_process
 from tests.unit.inference.conftest import CLASSES, VIT, make_network, make_run, metadata

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.wrap import compile_model
 from pycls_fast.speed import Speed
 from tests.factories import assert_same_bits, randomise

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.optim.ema import Ema
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from tests.factories import assert_same_bits
 
 IMPLEMENTATIONS = ("loop", "foreach")

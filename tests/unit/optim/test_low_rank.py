@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pycls_fast.optim.weights import LowRank
+from pycls_fast.optim.owned_weights import LowRank
 from tests.factories import assert_same_bits
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.parallel.memory import save_activation_memory
+from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.speed import Speed
 from tests.factories import randomise

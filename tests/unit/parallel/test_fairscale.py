@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycls_fast import build
 from pycls_fast.optim.groups import by_name, parameter_groups
 from pycls_fast.optim.optimizers import named_state
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel import fairscale
 from pycls_fast.parallel.fairscale import Flat, FlatShards
 from pycls_fast.parallel.launch import make_mesh, start_world

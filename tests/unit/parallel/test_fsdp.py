@@ -22,7 +22,7 @@ from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
-from pycls_fast.optim.weights import local
+from pycls_fast.optim.owned_weights import local
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings

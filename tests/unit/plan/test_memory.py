@@ -23,10 +23,10 @@ from pycls_fast.parallel.tensor import divide
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan import race
 from pycls_fast.plan.auto import resolve_auto
-from pycls_fast.plan.memory import Copies, Sizes, State
-from pycls_fast.plan.memory import state as state_of
 from pycls_fast.plan.memory_plan import MemoryPlan, group
 from pycls_fast.plan.operators import LiveMemory
+from pycls_fast.plan.peak import Copies, Sizes, State
+from pycls_fast.plan.peak import state as state_of
 from pycls_fast.train.metrics import StepMemory, TrainMetrics
 from pycls_fast.train.step import Step
 from tests.factories import config_of, imagined, small_vit, step_of

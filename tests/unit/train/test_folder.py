@@ -24,10 +24,10 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import atomic_write
 from pycls_fast.ledger.measure.numerics import count_gradients, measure_numerics
 from pycls_fast.train.folder import RunFolder, output_file, write_json
+from pycls_fast.train.saved_weights import Weights
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.lr_range import lr_range_test
 from pycls_fast.train.tasks.score import score, score_neighbours
-from pycls_fast.train.weights import Weights
 from tests.factories import TRAINED, config_of
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pycls_fast.errors import UserError
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.train.divergence import DivergenceCheck

@@ -28,7 +28,7 @@ from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
-from pycls_fast.train.weights import find_weights
+from pycls_fast.train.saved_weights import find_weights
 from tests.factories import config_of, small_vit
 
 

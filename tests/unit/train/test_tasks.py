@@ -21,7 +21,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.errors import UserError
 from pycls_fast.optim.optimizers import HostOptimizer
-from pycls_fast.optim.weights import OwnedWeights
+from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import BUSY

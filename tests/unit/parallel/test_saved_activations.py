@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pycls_fast.models.complexity import complexity
 from pycls_fast.models.moe import Experts
-from pycls_fast.parallel.memory import (
+from pycls_fast.parallel.saved_activations import (
     GROUP,
     SMALLEST,
     BitReLUs,

@@ -21,7 +21,7 @@ from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.files import EXPORTED, PROGRAMS, flush, user_path, weights_at
 from pycls_fast.models import pretrained
 from pycls_fast.models.export_formats import SUFFIXES, Predict, open_exported
-from pycls_fast.optim.weights import local, local_slices
+from pycls_fast.optim.owned_weights import local, local_slices
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import SavedWeights, our_config, parse_json
 from pycls_fast.train import checkpoint

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from pycls_fast.optim.weights import local
+from pycls_fast.optim.owned_weights import local
 from pycls_fast.plan.activations import Activations, Moment
 from pycls_fast.plan.operators import LiveMemory
 from pycls_fast.strategies import STRATEGIES
