@@ -273,7 +273,8 @@ COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probabili
 
 
 def predictions_csv(predictions: Predictions, source: Images) -> str:
-    """The images as CSV, those with the highest loss first; images without a true class are at the end.
+    """The images as CSV, those with the highest loss first; images without a true class, which have none unless images
+    have several labels, are at the end.
 
     `label` and `class` are the true class, empty if there is none; `probability` is the predicted class's. Scores that
     are not finite predict no class.
@@ -283,14 +284,15 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
-    # NaN is the worst loss. Images without a true class have the loss 0.
+    # NaN is the worst loss.
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
-    for place in np.lexsort((-losses_N, predictions.labels_N < 0)).tolist():
+    without_N = (predictions.labels_N < 0) & (source.label_sets is None)
+    for place in np.lexsort((-losses_N, without_N)).tolist():
         index, label, predicted, loss, probability = (values_N[place].item() for values_N in vars(predictions).values())
         row = [cell(source.name(index))]
         for k in (label, predicted):
             row += ["" if k < 0 else str(k), cell(names.get(k, f"output {k}"))]
-        row += ["" if predicted < 0 else f"{probability:.6g}", "" if label < 0 else f"{loss:.6g}"]
+        row += ["" if predicted < 0 else f"{probability:.6g}", "" if without_N[place] else f"{loss:.6g}"]
         table.writerow(row)
     return text.getvalue()
 

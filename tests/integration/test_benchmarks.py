@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -148,3 +150,24 @@ def test_the_page_has_what_the_memory_plan_takes(monkeypatch: pytest.MonkeyPatch
     lines, page = list(memory_plan.paper()), memory_plan.PAGE.read_text().splitlines()
     assert len(lines) == 6
     assert set(lines) <= set(page)
+
+
+@pytest.mark.slow
+# timm leaves the files of its images open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(("training", "batches"), [(True, 1), (False, 2)])
+def test_all_pipelines_load_as_many_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, batches: int
+) -> None:
+    """Of 60 in batches of 50, of which their rates are."""
+    monkeypatch.syspath_prepend(Path(gpu.__file__).parent)
+    pipeline = script("input_pipeline")
+    for number in range(60):
+        file = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(file)
+    files = pipeline.scan_classes(tmp_path / "images")
+    options = argparse.Namespace(path=tmp_path / "images", workers=0, interpolation="bilinear")
+    monkeypatch.setattr(pipeline, "deque", lambda found, maxlen: sum(1 for _ in found))
+    arms = pipeline.pipelines(options, files, pipeline.pack_copies(files, tmp_path), training=training)
+    assert {arm.name: arm.step() for arm in arms} == dict.fromkeys((arm.name for arm in arms), batches)
