@@ -199,6 +199,13 @@ def test_deit_pth_takes_the_average_and_arguments_are_no_code() -> None:
     assert_same(ours, theirs)
 
 
+def test_a_script_as_in_torchs_tutorial_with_the_state_of_numpys_generator() -> None:
+    theirs, ours = small_timm(), small()
+    others = {"optimizer_state_dict": {}, "loss": torch.tensor(0.5), "numpy": np.random.get_state()}
+    assert load(ours, saved({"epoch": 3, "model_state_dict": theirs.state_dict(), **others})).part == "model_state_dict"
+    assert_same(ours, theirs)
+
+
 def test_deit3_pth() -> None:
     theirs = small_timm(init_values=0.1, no_embed_class=True)
     state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", k): v for k, v in theirs.state_dict().items()}

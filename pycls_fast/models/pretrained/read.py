@@ -149,7 +149,7 @@ def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
             constants.HF_HUB_OFFLINE = before
 
 
-_NUMPY_SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+_NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,14 @@ def _one_set(source: str, loaded: Any) -> ReadWeights:
 
 
 def _read_torch(path: Path) -> Any:
-    # What training scripts save beside the weights: parsed arguments, paths, numpy numbers. All are plain data.
+    # What training scripts save beside the weights: parsed arguments, paths, numpy's numbers and arrays, such as the
+    # state of its generator. All are plain data.
     import numpy as np
 
     harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
-    harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "bool")]
-    harmless += [(np._core.multiarray.scalar, name) for name in _NUMPY_SCALARS]  # type: ignore[attr-defined]
+    harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "uint32", "bool")]
+    made_by: Any = np._core.multiarray  # type: ignore[attr-defined]
+    harmless += [(getattr(made_by, f), f"{at}.{f}") for at in _NUMPY_MODULES for f in ("scalar", "_reconstruct")]
     with open_file(path, None) as opened, torch.serialization.safe_globals(harmless):
         check_unpacked(opened)
         opened.seek(0)
@@ -293,5 +295,5 @@ def _choose_part(loaded: Mapping[str, Any]) -> str:
         errors = {key: loaded.get(f"{key}_err", 100.0) for key in ("test", "ema")}
         return "ema_state" if "ema_state" in loaded and errors["ema"] < errors["test"] else "model_state"
     # The average if there is one, like timm's loader.
-    keys = ("state_dict_ema", "model_ema", "ema", "state_dict", "model")
+    keys = ("state_dict_ema", "model_ema", "ema", "state_dict", "model", "model_state_dict")
     return next((key for key in keys if isinstance(loaded.get(key), Mapping) and loaded[key]), "")
