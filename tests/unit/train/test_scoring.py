@@ -156,6 +156,11 @@ def test_rows_of_images_without_a_class_or_a_number() -> None:
         [names[2], "0", c[0], "5", "output 5", "0.9", "0.5"],
         [names[3], "", "", "1", c[1], "0.8", ""],
     ]
+    # Of images with several labels, those without any have a loss, too: predicted classes are wrong.
+    source.label_sets, losses[1] = np.eye(3, dtype=bool), 1.5
+    text = predictions_csv(Predictions(np.array([3, 4, 5, 6]), labels, predicted, losses, probabilities), source)
+    rows = list(csv.reader(text.splitlines()))[1:]
+    assert [(row[0], row[-1]) for row in rows[2:]] == [(names[3], "1.5"), (names[2], "0.5")]
 
 
 def test_formulas_and_control_characters_in_a_table_of_images() -> None:
