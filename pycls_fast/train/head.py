@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data.sources.base import Subset
-from pycls_fast.optim.optimizers import HostOptimizer
 from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
@@ -69,10 +68,6 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
             if (key := f"{network.head_name}.{parameter}") in state:
                 assign(state[key], values)
         step.weights.load_state_dict(state)
-        for optimizer in (step.optimizer, getattr(step.optimizer, "optim", None)):
-            if isinstance(optimizer, HostOptimizer):
-                # It has copies of the weights, which it would write back; loading takes their new values.
-                optimizer.load_state_dict(optimizer.state_dict())
         if step.ema is not None:
             step.ema.load(step.weights.live())
 
