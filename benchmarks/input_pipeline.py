@@ -44,6 +44,7 @@ SIZE, SHORT_SIDE = 224, 320
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REFERENCE, TIMM = "torchvision preset", "timm create_loader"
 BATCH = 50
+TRAINING, EVALUATION = "Training: RandomResizedCrop, flip", "Evaluation: resize to 256, centre crop"
 
 
 def main() -> None:
@@ -64,18 +65,20 @@ def main() -> None:
         files = scan_classes(options.path)
         packed = pack_copies(files, Path(folder))
         tables = {
-            "Training: RandomResizedCrop, flip": pipelines(options, files, packed, training=True),
-            "Evaluation: resize to 256, centre crop": pipelines(options, files, packed, training=False),
+            TRAINING: pipelines(options, files, packed, training=True),
+            EVALUATION: pipelines(options, files, packed, training=False),
         }
+        # Training leaves out the images of a last, smaller batch.
+        counts = {TRAINING: len(files) // BATCH * BATCH, EVALUATION: len(files)}
         for arms in tables.values():
             take_turns(arms, options.rounds, clock, warmup=1)
         memory = memory_rate(packed["raw"])
-    text = heading(options, files) + "".join(table(title, arms, len(files)) for title, arms in tables.items())
-    text += raw_share(rates(tables["Training: RandomResizedCrop, flip"][-1], len(files)), memory)
+    text = heading(options, files) + "".join(table(title, arms, counts[title]) for title, arms in tables.items())
+    text += raw_share(rates(tables[TRAINING][-1], counts[TRAINING]), memory)
     print(text)
     if options.out is not None:
         options.out.write_text(text)
-        options.out.with_suffix(".json").write_text(json.dumps(record(options, tables, len(files)), indent=1) + "\n")
+        options.out.with_suffix(".json").write_text(json.dumps(record(options, tables, counts), indent=1) + "\n")
 
 
 def arm(name: str, epoch: Callable[[], Iterable[Any]]) -> Contender:
@@ -123,7 +126,9 @@ def torchvision_arm(options: argparse.Namespace, *, training: bool) -> Contender
         steps = [transforms.Resize(256, interpolation=mode), transforms.CenterCrop(SIZE)]
     steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
     dataset = datasets.ImageFolder(options.path, transforms.Compose(steps))
-    loader = torch.utils.data.DataLoader(dataset, BATCH, shuffle=training, num_workers=options.workers)
+    loader = torch.utils.data.DataLoader(
+        dataset, BATCH, shuffle=training, drop_last=training, num_workers=options.workers
+    )
     return arm(REFERENCE, lambda: loader)
 
 
@@ -246,13 +251,13 @@ def heading(options: argparse.Namespace, files: Images) -> str:
     ])  # fmt: skip
 
 
-def record(options: argparse.Namespace, tables: dict[str, list[Contender]], images: int) -> dict[str, Any]:
+def record(options: argparse.Namespace, tables: dict[str, list[Contender]], counts: dict[str, int]) -> dict[str, Any]:
     """All results, for JSON."""
     return {
         "settings": {key: str(value) for key, value in vars(options).items()},
         "environment": environment(torch.device("cpu"), 1),
         "images_per_second": {
-            title: {each.name: rates(each, images) for each in arms} for title, arms in tables.items()
+            title: {each.name: rates(each, counts[title]) for each in arms} for title, arms in tables.items()
         },
     }
 
