@@ -204,7 +204,8 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
     if a.classes is not None and b.classes is not None and a.classes != b.classes:
         others = sorted({*a.classes} ^ {*b.classes})
         return f"their classes differ: A has {len(a.classes)}, B has {len(b.classes)} ({', '.join(others[:3])})"
-    if any(run.source is not None and run.source.label_sets is not None for run in (a, b)):
+    # Evaluations of single labels have no such score.
+    if any("map" in record for files in (a, b) for record in files.run.evaluations):
         return "their images have several labels"
     if a.source is not None and b.source is not None:
         names, others = _names(a.source), _names(b.source)

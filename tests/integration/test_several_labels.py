@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def test_runs_are_compared_and_averaged_by_what_they_are_judged_by(
 ) -> None:
     one = read_run_files(str(run.run_dir))
     assert why_not_paired(one, one) == "their images have several labels"
+    moved = replace(one, source=None, missing="moved")
+    assert why_not_paired(moved, moved) == "their images have several labels"
     list_runs([str(run.run_dir.parent)], sort="map", output=str(tmp_path / "runs.json"))
     (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
     assert row["map"] == run.metrics["map"]
