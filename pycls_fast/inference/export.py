@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError, one_of
+from pycls_fast.errors import DONE, UserError, one_of, refusing
 from pycls_fast.files import BEST, user_path
 from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
@@ -73,7 +73,9 @@ def export(
         if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
         else:
-            agreement = f"; {_write_model(source, weights, kind, dtype, images, file)}"
+            # Each library raises its own kinds of errors.
+            with refusing(f"output: the network cannot be written as {kind}", Exception, use="choose another format"):
+                agreement = f"; {_write_model(source, weights, kind, dtype, images, file)}"
         if kind == "timm" and not (path / _CARD).exists():
             (file / _CARD).write_text(model_card(weights), encoding="utf-8", errors="backslashreplace")
         size = sum(each.stat().st_size for each in written_files(file))

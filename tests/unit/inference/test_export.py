@@ -28,6 +28,7 @@ from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
+from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.saved_weights import NOT_PUBLISHED, open_weights, preprocessing
 from tests.factories import assert_same_bits, config_of
@@ -250,6 +251,16 @@ def test_what_computes_something_else_is_not_written(
     with pytest.raises(UserError, match=line):
         export(str(drawn), str(file), format=form)
     assert not file.exists()
+
+
+def test_a_network_that_a_format_cannot_hold_is_one_line(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = VisionTransformer.forward
+    monkeypatch.setattr(VisionTransformer, "forward", lambda self, x: forward(self, x if x.sum() > 0 else -x))
+    with pytest.raises(UserError, match=r"^output: the network cannot be written as program \(.*; choose"):
+        export(str(drawn), str(tmp_path / "net.pt2"))
+    assert not (tmp_path / "net.pt2").exists()
 
 
 def test_a_program_computes_the_same(drawn: Path, tmp_path: Path) -> None:
