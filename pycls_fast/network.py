@@ -52,6 +52,8 @@ class Network(nn.Module):
     first are compared with the labels and the second with the teacher."""
     batch_dim = 0
     """The dimension of features that holds the images."""
+    skips_parameters = False
+    """Whether a step may leave some parameters out (mask tokens, say), which ddp then has to look for."""
 
     def enter(self, images_BCHW: Tensor) -> Tensor:
         """What `units()` begin with; with them and `leave`, all of `forward`."""

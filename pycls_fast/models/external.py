@@ -71,6 +71,8 @@ class GivenNetwork(ExternalNetwork):
         UserError: it does not take the images, or gives other outputs.
     """
 
+    skips_parameters = True
+
     def __init__(self, module: nn.Module, classes: int, image_size: Size) -> None:
         super().__init__()
         self.given = dict(named_tensors(module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from pycls_fast.network import Network
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
 
@@ -84,7 +86,7 @@ _CASTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def replicate(network: nn.Module, world: World, settings: StrategySettings) -> ParallelModel:
+def replicate(network: Network, world: World, settings: StrategySettings) -> ParallelModel:
     """Wrap the network in DDP: gradients are views of buckets, averaged over ranks during the backward pass.
 
     A pipeline averages them itself, after the last microbatch.
@@ -98,6 +100,8 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
             shard_groups=[pipeline.group],
             pipeline=pipeline,
         )
+    # torch advises against looking for them where there are none.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     megabytes = bucket_megabytes(sum(p.nbytes for p in network.parameters() if p.requires_grad))
     model = DistributedDataParallel(
         network,
@@ -106,6 +110,7 @@ def replicate(network: nn.Module, world: World, settings: StrategySettings) -> P
         # (World.average_buffers).
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
+        find_unused_parameters=network.skips_parameters,
         # By default torch also has a small first bucket, which is sent sooner.
         bucket_cap_mb=megabytes if megabytes > _BUCKET else None,
     )

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pycls_fast.models.external import GivenNetwork
 from pycls_fast.optim.groups import keep_statistics
-from pycls_fast.parallel.ddp import HostSyncBatchNorm, bucket_megabytes, synchronise
-from pycls_fast.parallel.parallel_model import ParallelModel
+from pycls_fast.parallel.ddp import HostSyncBatchNorm, bucket_megabytes, replicate, synchronise
+from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
+from pycls_fast.values import Size
 
 SHAPES = [(), (7,), (40, 33), (128, 65), (4, 3, 2, 2), (1000,)]
 
@@ -89,3 +91,26 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World, sides: int) -> Non
     plain.eval()
     synchronised.eval()
     torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
+
+
+class Masked(nn.Sequential):
+    """Has a parameter that no step uses, as encoders that were trained on masked images."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(48, 5))
+        self.mask_token = nn.Parameter(torch.zeros(8))
+
+
+@pytest.mark.parametrize("module", [Masked(), nn.Sequential(nn.Flatten(), nn.Linear(48, 5))])
+def test_replicas_of_a_given_module_may_leave_parameters_out(world: World, module: nn.Module) -> None:
+    network = GivenNetwork(module, 5, Size(4, 4))
+    forward = replicate(network, world, StrategySettings()).forward
+    images_BCHW = torch.randn(2, 3, 4, 4)
+    for _ in range(3):
+        forward(images_BCHW).square().mean().backward()
+    alone = copy.deepcopy(module)
+    alone(images_BCHW).square().mean().backward()
+    for ours, theirs in zip(network.network.parameters(), alone.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, 3 * theirs.grad)
