@@ -44,8 +44,7 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
     """
     step, network, train = run.step, run.network, run.sources["train"]
     if len(train) > _MOST_IMAGES:
-        rows = np.random.default_rng(run.config.seed).choice(len(train), _MOST_IMAGES, replace=False)
-        train = Subset(train, np.sort(rows))
+        train = Subset(train, np.sort(_some(train.labels, run.config.seed)))
 
     def go_on() -> None:
         check()
@@ -70,6 +69,13 @@ def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None
         step.weights.load_state_dict(state)
         if step.ema is not None:
             step.ema.load(step.weights.live())
+
+
+def _some(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Positions of `_MOST_IMAGES` random images, one of each label first: a class without any gets no logits."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    _, firsts = np.unique(labels[order], return_index=True)
+    return order[np.concatenate([firsts, np.setdiff1d(np.arange(len(labels)), firsts)])[:_MOST_IMAGES]]
 
 
 def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor]:

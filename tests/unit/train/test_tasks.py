@@ -26,7 +26,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.agreement import BUSY
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import collect_features, knn_votes
-from pycls_fast.train.head import PENALTIES, fit_each, fit_head, fit_logistic
+from pycls_fast.train.head import PENALTIES, _some, fit_each, fit_head, fit_logistic
 from pycls_fast.train.signals import Stopped
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
@@ -238,6 +238,15 @@ def test_weights_that_are_not_finite_are_one_line() -> None:
     scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(need_images=lambda *_: None), logits=logits)
     with pytest.raises(UserError, match=r"^weights: features of some images are not finite"):
         collect_features(scorer, network, source, "train")
+
+
+def test_a_head_is_fitted_to_images_of_rare_classes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pycls_fast.train.head._MOST_IMAGES", 12)
+    labels = np.array([0] * 50 + [1, 2, 3] + [4] * 50)
+    rows = _some(labels, 0)
+    assert len(set(rows.tolist())) == 12
+    assert set(labels[rows].tolist()) == {0, 1, 2, 3, 4}
+    assert not np.array_equal(rows, _some(labels, 1))
 
 
 def test_the_fit_can_be_stopped() -> None:
