@@ -518,6 +518,14 @@ def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(side: int, posit
     assert_same(ours, theirs, side * PATCH)
 
 
+def test_rows_of_patches_that_are_no_square_are_read_as_the_model_has_them() -> None:
+    """25 rows are those of 5 x 5 patches, or of 4 x 6 patches and the class token."""
+    size = (4 * PATCH, 6 * PATCH)
+    theirs, ours = small_timm(img_size=size), small(image_size=size)
+    assert not load(ours, saved(theirs)).adapted
+    assert_same(ours, theirs, size)
+
+
 @pytest.mark.parametrize("size", [SIZE, 48])
 @pytest.mark.parametrize(
     ("theirs_kwargs", "ours_kwargs", "allow", "said"),

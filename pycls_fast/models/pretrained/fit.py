@@ -126,7 +126,7 @@ def fit(
     _fit_head(tensors, shapes, head, fitted, other_classes)
     if isinstance(network, VisionTransformer):
         _fit_norm(tensors, network, read, head, fitted)
-        _fit_positions(tensors, network, image_size or Size(1, 1), shapes, fitted)
+        _fit_positions(tensors, network, image_size, shapes, fitted)
         _fit_experts(tensors, network, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
@@ -233,10 +233,10 @@ _TOKENS = {
 
 
 def _fit_positions(
-    tensors: dict[str, Tensor], network: VisionTransformer, size: Size, shapes: Shapes, fitted: Fitted
+    tensors: dict[str, Tensor], network: VisionTransformer, size: Size | None, shapes: Shapes, fitted: Fitted
 ) -> None:
     """Arrange a file's positions as the network has them. They are left alone unless the rows after those of the tokens
-    are a grid in the proportions of the images' `size`.
+    are a grid in the proportions of the images' `size` (None: a square).
 
     Rows of tokens that both have are kept; tokens that only the network has get zeros. If the network has positions
     only for the patches, the tokens' rows are added to the tokens themselves, which is equivalent. The patches' rows
@@ -250,6 +250,11 @@ def _fit_positions(
     theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
     ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
     placed = sum(theirs.values())
+    if size is None:
+        size = Size(1, 1)
+        # 4 x 6 patches and a class token have as many rows as 5 x 5 patches.
+        if in_front and theirs == ours and len(rows) == shapes[name][0] and not _grid(len(rows) - placed, size):
+            return
     # The number of rows may fit with and without tokens, as 9 does for 3 x 3 patches and for 2 x 2 with five tokens;
     # then they are taken to be what the network has.
     if not _grid(len(rows) - placed, size) or (_grid(len(rows), size) and not in_front):
