@@ -132,6 +132,20 @@ def test_a_published_file_is_compared_under_its_experiment(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "known"), [("test_vit.r160_in1k", True), ("mine", False)])
+def test_a_file_without_timms_name_has_no_published_number(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, name: str, known: bool
+) -> None:
+    monkeypatch.setitem(published.WEIGHTS, "timm:test_vit.r160_in1k", published.Score(50.0, 160, "timm"))
+    file = tmp_path / f"{name}.safetensors"
+    save_file(timm.create_model("test_vit", num_classes=len(CLASSES)).state_dict(), file)
+    model = ("model=timm", "model.name=test_vit")
+    told = scored(load_config("finetune", [f"data.root={images}", f"weights={file}", *model, *MACHINE]))
+    assert ("published" in told) == known
+    assert told["preprocessing"].endswith("centre 160 x 160, mean 0.5 0.5 0.5, std 0.5 0.5 0.5")
+
+
+@pytest.mark.slow
 def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Path) -> None:
     timm_folder(tmp_path / "deit")
     own_size = ["data.image_size=64", "data.exif_orientation=false"]

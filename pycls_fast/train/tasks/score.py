@@ -281,7 +281,9 @@ def _published(setup: Setup, split: str, top1: float) -> dict[str, Any]:
     Empty if none is known, or if they were scored in another way: published numbers are for the original validation
     images. A file comes without preprocessing; its experiment's is the published one.
     """
-    about, path = setup.preprocessing, setup.weights.path
+    path = setup.weights.path
+    # A file that does not say whose it is gets its model's preprocessing, but not the number of timm's weights.
+    about = None if setup.preprocessing is None else pretrained.preprocessing_of(path)
     experiment = published.EXPERIMENTS.get(setup.config.config_name)
     name = None if about is None else about.weights
     if about is None and experiment is not None and isinstance(path, Path) and experiment.weights == path.name:
