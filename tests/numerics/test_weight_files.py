@@ -710,6 +710,15 @@ def test_timms_own_models_take_timms_files() -> None:
     refused(ours, saved({**theirs.state_dict(), "extra": torch.rand(1)}), r"unexpected: network\.extra")
 
 
+def test_a_beit_file_with_the_indices_that_timm_leaves_out() -> None:
+    name, options = "beit_base_patch16_224", {"depth": 1, "embed_dim": 48, "num_heads": 3}
+    theirs = randomise(timm.create_model(name, num_classes=CLASSES, img_size=32, **options)).eval()
+    indices = {"blocks.0.attn.relative_position_index": theirs.blocks[0].attn.relative_position_index}
+    ours = TimmNetwork(name=name, num_classes=CLASSES, image_size=32, options=options).double().eval()
+    load(ours, saved({"model": {**theirs.state_dict(), **indices}}))
+    assert_same(ours, theirs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
 def test_weights_of_another_model_than_timms_are_told(name: str) -> None:

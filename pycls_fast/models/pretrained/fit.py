@@ -154,7 +154,7 @@ def _in_names_of(
         state, unnamed = to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
         rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
-    if any(name not in state or tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
+    if own != state.keys() or any(tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         before, state = state, _filtered_by_timm(network, state)
         _note_resized(before, state, shapes, fitted)
     return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
