@@ -279,7 +279,7 @@ OWN = {"data": ".", "weights": "timm:resnet18.a1_in1k", "epochs": 9, "optim__lr"
     [
         ({}, "vit_digits", ""),
         (OWN, "finetune", "seed-1_weights-timm-resnet18.a1_in1k_epochs-9_lr-0.01"),
-        ({"data": ".", "model": nn.Linear(2, 2)}, "finetune", "seed-1_model-kind-given"),
+        ({"data": ".", "model": nn.Linear(2, 2)}, "finetune", "seed-1_model-given"),
     ],
 )
 def test_experiment_and_name_are_those_of_the_same_words(
