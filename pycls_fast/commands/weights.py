@@ -56,7 +56,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     every: PositiveFloat = 1.0
     """Seconds from one frame of a video to the next; each is an image, called clip.mp4@12.0s."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average with the mirror image; twice the time."""
+    """flip: mean with mirror image; twice the time."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "fp16"] = "fp32"
     """The format of the computation."""
     batch_size: PositiveInt | None = None
@@ -156,7 +156,7 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, s
     """A folder for index.html: scores of each class, the confusion matrix, and wrong predictions, those first whose
     labels may be wrong."""
     tta: Literal["none", "flip"] = "none"
-    """flip: average with the mirror image; twice the time."""
+    """flip: mean with mirror image; twice the time."""
     preprocessing: Literal["weights", "config"] = "weights"
     """Whose preprocessing published weights get: their own, but for keys that are typed, or the configuration's."""
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
@@ -72,6 +73,10 @@ class _Workers(_MultiProcessingDataLoaderIter):
             threading.Thread(target=self._kill_stuck_workers, daemon=True).start()
         except BaseException:
             self._is_over.set()
+            if getattr(self, "_worker_pids_set", False):
+                # Or a later iterator of the same id could not be made.
+                signal_handling._remove_worker_pids(id(self))
+                self._worker_pids_set = False
             self._kill()
             self._shutdown = True
             raise

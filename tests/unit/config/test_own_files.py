@@ -14,10 +14,10 @@ from tests.unit.conftest import Tool
 
 
 def test_an_own_group(tool: Tool, tmp_path: Path) -> None:
-    file = tmp_path / "model" / "tiny.yaml"
+    file = tmp_path / "model" / "narrow.yaml"
     file.parent.mkdir()
     file.write_text("kind: vit\nwidth: 8\ndepth: 2\nheads: 2\nmlp_widht: 3\npatch_size: 4\n")
-    status, lines, _ = tool("--config-dir", ".", "model=tiny")
+    status, lines, _ = tool("--config-dir", ".", "model=narrow")
     assert (status, lines) == (
         2,
         [
@@ -26,7 +26,7 @@ def test_an_own_group(tool: Tool, tmp_path: Path) -> None:
         ],
     )
     file.write_text(file.read_text().replace("widht", "width"))
-    status, lines, calls = tool("--config-dir", ".", "model=tiny")
+    status, lines, calls = tool("--config-dir", ".", "model=narrow")
     assert (status, lines, calls[0][0].model.model_dump()["width"]) == (0, [], 8)
 
 

@@ -193,6 +193,11 @@ def test_a_worker_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.Mon
 def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """While torch's handler of SIGCHLD raises, wherever the program is."""
     started: list[BaseProcess] = []
+    made: list[int] = []
+
+    def note(iterator: int, pids: tuple[int, ...]) -> None:
+        made.append(iterator)
+        torch._C._set_worker_pids(iterator, pids)
 
     def start(thread: threading.Thread) -> None:
         started.extend(multiprocessing.active_children())
@@ -201,12 +206,16 @@ def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pyt
 
     # Torch sets it once in a process.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    monkeypatch.setattr(signal_handling, "_set_worker_pids", note)
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly"):
         list(train_loader(HookedImages(20, lambda index: None), 2))
     for worker in started:
         worker.join(60)
         assert worker.exitcode == -signal.SIGKILL
+    # Another iterator may have the same id.
+    with pytest.raises(ValueError, match="worker"):
+        torch._C._remove_worker_pids(made[0])
 
 
 def test_workers_are_forked_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
