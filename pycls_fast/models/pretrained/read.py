@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -273,7 +274,7 @@ def _read_torch(path: Path) -> Any:
 
     harmless: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath, np.dtype, np.ndarray]
     harmless += [type(np.dtype(kind)) for kind in ("float64", "float32", "int64", "int32", "uint32", "bool")]
-    made_by: Any = np._core.multiarray  # type: ignore[attr-defined]
+    made_by = import_module("numpy._core.multiarray")
     harmless += [(getattr(made_by, f), f"{at}.{f}") for at in _NUMPY_MODULES for f in ("scalar", "_reconstruct")]
     with open_file(path, None) as opened, torch.serialization.safe_globals(harmless):
         check_unpacked(opened)
