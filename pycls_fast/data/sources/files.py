@@ -30,6 +30,8 @@ SPLIT_OF = {
     "valid": "val",
     "validation": "val",
     "dev": "val",
+    "eval": "val",
+    "evaluation": "val",
     "test": "test",
     "testing": "test",
 }

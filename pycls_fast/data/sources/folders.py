@@ -36,6 +36,8 @@ _LAYOUT = (
     "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE; data.source=NAME chooses another "
     "layout (data/README.md)"
 )
+# Split folders that are something else if they hold no class folders.
+_MAY_BE_OTHER = ("dev", "eval", "evaluation", "test", "testing")
 _SCAN_THREADS = 16
 # A folder that changed less than this before it was listed may have changed again within the same mtime.
 _TIME_STEP_NS = 2 * 10**9
@@ -44,10 +46,10 @@ _TIME_STEP_NS = 2 * 10**9
 def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Images]:
     """The parts of a dataset on disk.
 
-    They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/` or `test/` (in any case, `Training/` and
-    `Testing/`, too); with both a validation and a test folder there is "test" too. A `dev/` or `test/` without class
-    folders (a development kit, images without labels) is left out. ImageNet's validation images may lie in `val/`
-    without class folders, if their labels are there. Class folders directly in `root` are "all". With
+    They are the folders `train/` and `val/`, `valid/`, `validation/`, `dev/`, `eval/` or `test/` (in any case,
+    `Training/` and so on, too); with both a validation and a test folder there is "test" too. A `dev/`, `eval/` or
+    `test/` without class folders (a development kit, images without labels) is left out. ImageNet's validation images
+    may lie in `val/` without class folders, if their labels are there. Class folders directly in `root` are "all". With
     `data.label_separator` an image is of all classes whose folders hold it or a link to it.
 
     Raises:
@@ -70,7 +72,7 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     nested = {name for name in names.values() if subfolders(root / name)}
     parts: dict[str, str] = {}
     for word, split in SPLIT_OF.items():
-        if word in names and (names[word] in nested or word not in ("dev", "test", "testing")):
+        if word in names and (names[word] in nested or word not in _MAY_BE_OTHER):
             parts.setdefault(split, names[word])
     # `train/` may also be a class of that name (buses, cars, trains).
     if "train" not in parts or not (parts["train"] in nested or len(names) == len(folders)):
@@ -83,6 +85,12 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
         if split != "train":
             flat = None if name in nested else _flat_validation(root / name, train.classes)
             opened[split] = flat or scan(root / name)
+    rest = (name for name in folders if name not in parts.values() and os.access(root / name, os.R_OK))
+    others = [name for name in rest if not set(train.classes).isdisjoint(subfolders(root / name))]
+    # Once per node: each rank opens the dataset.
+    if others and is_first_of_node():
+        read = ", ".join(parts.values())
+        print(f"note: {root}: read are the class folders in {read}, not those in {first_few(others)}", file=sys.stderr)
     return opened
 
 

@@ -29,7 +29,7 @@ from pycls_fast.data.sources.files import (
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.remote import stamp_of
 from pycls_fast.data.sources.texts import Texts
-from pycls_fast.errors import UserError, one_of, refusing
+from pycls_fast.errors import UserError, one_of, refuse, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -39,10 +39,10 @@ _SPLITS = ("train", "val", "test")
 def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str) -> dict[str, Images]:
     """The parts of a dataset that tables describe, in the tables' order.
 
-    The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table: with a column `split` that
-    says train, val or test, else "all" of them. Test images without labels are left out. Paths in them are absolute,
-    or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers
-    (named by `classes.txt`, if that lies beside the table), or several of them (`data.label_separator`).
+    The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table, which is "all". A column
+    `split` that says train, val or test divides a table. Test images without labels are left out. Paths are absolute,
+    or relative to `root` if that is a folder, else to the table's own folder. Labels are names or numbers (named by
+    `classes.txt`, if that lies beside the table), or several of them (`data.label_separator`).
 
     Raises:
         UserError: missing files or columns, empty tables, labels that make no sense.
@@ -65,10 +65,15 @@ def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str)
             build=partial(_read_table, path, stamp, is_test=split == "test"),
             is_fresh=partial(operator.eq, stamp),
         )
-        source = opened[split] = FileImages(base, index.names, index.labels)
-        if "splits" in index.more and len(files) == 1:
-            rows = {name: np.flatnonzero(index.more["splits"] == number) for number, name in enumerate(_SPLITS)}
-            opened = {name: Subset(source, own) for name, own in rows.items() if len(own)}
+        source = FileImages(base, index.names, index.labels)
+        parts: dict[str, Images] = {split: source}
+        numbers = np.unique(index.more.get("splits", ())).tolist()
+        # Beside other tables, a column that says the same of all images says no more than the table's name.
+        if len(numbers) and (len(files) == 1 or (len(numbers) > 1 and data.val is None)):
+            parts = {_SPLITS[k]: Subset(source, np.flatnonzero(index.more["splits"] == k)) for k in numbers}
+        twice = opened.keys() & parts.keys()
+        refuse(f"{path}: another table has {name} images, too; choose with data.train=" for name in sorted(twice))
+        opened |= parts
     return opened
 
 

@@ -98,6 +98,8 @@ def test_a_class_may_be_called_like_a_split(tmp_path: Path, name: str) -> None:
         (("Training/a", "Training/b", "Testing/a", "notes"), {"train": 4, "val": 2}),
         (("train/a", "val/a", "dev/a"), {"train": 2, "val": 2}),
         (("train/a", "dev"), {"train": 1, "val": 1}),
+        (("train/a", "Eval/a"), {"train": 2, "val": 2}),
+        (("train/a", "eval"), {"train": 1, "val": 1}),
     ],
 )
 def test_which_folders_are_splits(tmp_path: Path, tree: tuple[str, ...], splits: dict[str, int]) -> None:
@@ -175,6 +177,18 @@ def test_formats_that_are_not_read_are_named(
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert len(scan_classes(tmp_path)) == 6
     assert capsys.readouterr().err.endswith("are left out: 1 .avif, 2 .heic\n")
+
+
+def test_class_folders_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set under another name, and a second validation set."""
+    write_tree(tmp_path, {"train/a": 4, "train/b": 4, "notes/more": 1})
+    opened("folder", tmp_path)
+    assert not capsys.readouterr().err
+    write_tree(tmp_path, {"holdout/a": 2, "val/a": 1, "valid/b": 1})
+    assert len(opened("folder", tmp_path)["val"]) == 1
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path}: read are the class folders in train, val, not those in holdout, valid\n"
+    )
 
 
 def test_layouts_that_are_recognised(tmp_path: Path) -> None:

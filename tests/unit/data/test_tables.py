@@ -86,6 +86,30 @@ def test_a_column_that_says_the_split(tmp_path: Path, rows: str, splits: dict[st
     assert counts(tmp_path) == splits
 
 
+@pytest.mark.parametrize(
+    ("test", "keys", "splits"),
+    [
+        # Also without labels, and where the column says the same of all.
+        ("path\ne\n", {}, {"train": 3, "val": 1}),
+        ("path,label,split\ne,x,train\nf,y,train\n", {}, {"train": 3, "val": 1, "test": 2}),
+        # Tables that are named stay whole.
+        ("path,label\ne,x\n", {"train": "train.csv", "val": "test.csv"}, {"train": 4, "val": 1}),
+    ],
+)
+def test_a_column_that_says_the_split_beside_another_table(
+    tmp_path: Path, test: str, keys: dict[str, str], splits: dict[str, int]
+) -> None:
+    (tmp_path / "train.csv").write_text("path,label,split\na,x,train\nb,x,val\nc,y,train\nd,y,train\n")
+    (tmp_path / "test.csv").write_text(test)
+    assert counts(tmp_path, **keys) == splits
+
+
+def test_validation_images_in_two_tables(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("path,label,split\na,x,train\nb,x,val\n")
+    (tmp_path / "val.csv").write_text("path,label\nc,x\n")
+    assert "val.csv: another table has val images, too" in mistake("manifest", tmp_path)
+
+
 def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na.jpg,2\nb.jpg,0\n")
     (tmp_path / "val.csv").write_text("path,label\nc.jpg,1\n")
