@@ -109,7 +109,8 @@ class Loop:
         except UserError:
             # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.
             with suppress(Exception):
-                self.run.finish_saving()
+                if (path := self.run.saver.finish()) is not None:
+                    self.run.record_saved(path)
                 self.evaluations.keep_if_best()
             raise
 
@@ -294,13 +295,15 @@ class Loop:
         """
         run = self.run
         try:
-            saved = run.finish_saving()
+            path = run.saver.finish()
         except UserError as error:
             run.display.warn(f"{error}; saving step {done:,} instead")
             self.divergence.check_weights(done)
             run.save(done)
-            saved = run.finish_saving()
-        if saved:
+            path = run.saver.finish()
+        if path is not None:
+            # If only the main rank fails here, no other one would save again.
+            run.record_saved(path)
             self.evaluations.keep_if_best()
 
     def _stop_if_asked(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -145,7 +146,7 @@ class Run(Parts):
         }
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint; `finish_saving` has been called for the one before. All ranks call this."""
+        """Start writing a checkpoint; `saver.finish` has been called for the one before. All ranks call this."""
         self.sync_buffers()
         state = {
             "step": step,
@@ -163,15 +164,12 @@ class Run(Parts):
         self.saver.save(state, step)
         self.saved_step, self.blocked_seconds = step, time.monotonic() - begun
 
-    def finish_saving(self) -> bool:
-        """Wait for the checkpoint that is being written and record it; returns whether there was one. A `UserError` on
-        all ranks if it could not be written."""
-        path = self.saver.finish()
-        if path is not None and self.world.is_main:
+    def record_saved(self, path: Path) -> None:
+        """Record a checkpoint that is written; on the main rank."""
+        if self.world.is_main:
             blocked = round(self.blocked_seconds, 4)
             place = str(path.relative_to(self.folder.path))
             self.add_record("checkpoint", step_of(path), path=place, blocked_seconds=blocked)
-        return path is not None
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

@@ -97,7 +97,7 @@ def train_steps(run: Run, *, save: bool, evaluate: bool) -> dict[str, Any]:
     state = {**run.state(), "began": began, "losses": losses, "grad_norms": norms}
     if save:
         run.save(run.total_steps)
-        run.finish_saving()
+        run.saver.finish()
     evaluations = Evaluations(run, Observers(run), after_batch=lambda: None)
     # What was gathered for the average must not be taken for the weights the second time.
     for _ in range(2 * evaluate):

@@ -137,6 +137,24 @@ def test_a_stopped_run_is_saved_although_the_write_before_failed(
     assert "warning: step_000000003: Stale file handle; saving step 3 instead" in capsys.readouterr().out
 
 
+def test_a_record_that_cannot_be_written_is_no_reason_to_save_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the main rank writes records: the others would not save with it."""
+    write, add_record = Mock(wraps=saving.write), Run.add_record
+
+    def full(self: Run, kind: str, step: int, **values: Any) -> dict[str, Any]:
+        if kind == "checkpoint":
+            raise UserError("metrics.jsonl cannot be written (No space left on device)")
+        return add_record(self, kind, step, **values)
+
+    monkeypatch.setattr(saving, "write", write)
+    monkeypatch.setattr(Run, "add_record", full)
+    with pytest.raises(UserError, match="No space left"):
+        run(tmp_path)
+    assert write.call_count == 1
+
+
 def test_who_is_stopped_while_waiting_for_data_has_saved_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
