@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pycls_fast.build import cores_per_rank, counted_model, model
+from pycls_fast.config.conflicts import switch_problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.world import World
@@ -86,7 +87,8 @@ _races: dict[tuple[str, Size, bool], Race] = {}
 
 
 def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
-    """The switches, without compilation if the preset chose it for a CPU and it would take longer than it saves.
+    """The switches, without compilation if the preset chose it for a CPU, it would take longer than it saves, and no
+    switch set by hand needs it.
 
     Args:
         images: the number that the run trains on, over all epochs.
@@ -96,8 +98,8 @@ def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images
     if shared_race(config, world).seconds_per_image * images * _COMPILED_SAVES > _COMPILING_SECONDS:
         return chosen
     # A GELU for compiled code goes with it, as in `switches`.
-    gelu = config.speed.gelu
-    return chosen.replace(compile="off", gelu=gelu)
+    off = chosen.replace(compile="off", gelu=config.speed.gelu)
+    return chosen if any(switch_problems(config, off, "cpu")) else off
 
 
 def shared_race(config: RunConfig, world: World, *, training: bool = True) -> Race:
