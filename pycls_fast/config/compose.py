@@ -54,6 +54,8 @@ class Composed:
     folders: tuple[Path, ...]
     saved: Path | None = None
     """The file that holds every key, if the values come from a run."""
+    typed: str = "the command line"
+    """Where the overrides are, for messages."""
 
     @classmethod
     def from_hydra(cls, config: DictConfig, hydra_config: Any) -> Composed:
@@ -82,14 +84,14 @@ class Composed:
         return dataclasses.replace(composed, values=values)
 
     def where(self, key: str) -> str:
-        """What set the key, "the command line" or a YAML file; else where it can be set."""
+        """What set the key, `typed` or a YAML file; else where it can be set."""
         key = re.sub(r"\[\d+\]", "", key)
         for override in reversed(self.overrides):
             name, _, value = override.lstrip("+~").partition("=")
             # What chooses a file does not set the values in it.
             sets_values = name not in self.choices or value.startswith("{")
             if sets_values and (name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
-                return "deleted on the command line" if override.startswith("~") else "the command line"
+                return f"deleted on {self.typed}" if override.startswith("~") else self.typed
         group, _, rest = key.partition(".")
         if self.saved is not None and group not in self.choices:
             return str(self.saved)
@@ -110,11 +112,11 @@ class Composed:
         own = [name for name in self.experiments(self.config_name) if name != "base"]
         file = self.file(f"{group}/{choice}" if choice is not None else own[-1] if own else "base")
         if file is not None:
-            return f"{shown_path(file)} or the command line"
+            return f"{shown_path(file)} or {self.typed}"
         preset = PRESETS.get(group, {}).get(str(choice))
         if preset is None:
-            return "the command line"
-        return f"{group}={choice}{'' if rest in preset else ' or the command line'}"
+            return self.typed
+        return f"{group}={choice}{'' if rest in preset else f' or {self.typed}'}"
 
     def file(self, name: str) -> Path | None:
         """The YAML file of an experiment or of a `group/choice`; None if there is none."""

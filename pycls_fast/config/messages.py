@@ -195,7 +195,7 @@ def _unknown(
     parent, _, name = key.rpartition(".")
     others = [kind for kind in section_keys(schema).get(parent, ()) if name in kind.model_fields]
     if section is not None and issubclass(section, Choice) and others:
-        remedy = "" if "command line" in origin else f"; leave it out with ~{key}"
+        remedy = "" if origin.endswith(("command line", "call")) else f"; leave it out with ~{key}"
         owners = " or ".join(kind.member for kind in others if issubclass(kind, Choice))
         return f"unknown key for {parent}={section.member}; it belongs to {parent}={owners}{remedy}"
     known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]

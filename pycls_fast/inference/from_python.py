@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -105,7 +105,7 @@ def train_net(
     given = [_overrides(key.replace("__", "."), value, folders) for key, value in values.items()]
     typed = [*overrides, *chain.from_iterable(given)]
     experiment = experiment or default_experiment(typed, folders)
-    composed = compose(experiment, typed, folders)
+    composed = replace(compose(experiment, typed, folders), typed="the call")
     config = check(composed, Purpose(trains=True))
     print_lines("note", notes(config, composed))
     # Of a module or a data set only that it is given.

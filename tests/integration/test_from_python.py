@@ -297,3 +297,5 @@ def test_values_of_wrong_kinds() -> None:
     # A section with a path is fine.
     with pytest.raises(UserError, match=r"^weights: not set; give a run, a file, timm:NAME"):
         pycls_fast.train_net(data={"root": Path("/")})
+    with pytest.raises(UserError, match=r"^optim.lrr: unknown key; did you mean optim.lr\? \(the call\)$"):
+        pycls_fast.train_net(optim__lrr=1.0)
