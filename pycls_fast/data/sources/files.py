@@ -241,8 +241,9 @@ def name_classes(
     """Class names and labels for labels that are stored as numbers or names.
 
     Args:
-        labels: integers, or strings; strings that are all whole numbers count as integers. None, "" and -1 stand for an
-            image without a label: then all must, as those of a test split, and get -1.
+        labels: integers, also as floats (pandas' columns with gaps), or strings; strings that are all whole numbers
+            count as integers. None, "" and -1 stand for an image without a label: then all must, as those of a test
+            split, and get -1.
         names: class names, if known. Numbers are positions in it; strings must be among them.
         where: the file, for messages.
         separator: images have any number of labels, in lists or in strings with this between them.
@@ -252,13 +253,13 @@ def name_classes(
     """
     if separator is not None:
         return _name_label_sets(labels, names, where, separator)
-    labels = [label.strip() if isinstance(label, str) else label for label in labels]
+    labels = [_plain(label) for label in labels]
     lacking = [row for row, label in enumerate(labels, 1) if label in NO_LABEL]
     if len(lacking) == len(labels):
         return Labels(tuple(names or ()), np.full(len(labels), -1, dtype=np.int32))
     if lacking:
         raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label (number {lacking[0]:,})")
-    wrong = [label for label in labels if not isinstance(label, str | int) or isinstance(label, bool)]
+    wrong = [label for label in labels if not isinstance(label, str | int)]
     if wrong:
         use = (
             "data.label_separator=; is for several"
@@ -268,19 +269,25 @@ def name_classes(
         raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; {use}")
     found, positions = np.unique(np.asarray(labels), return_inverse=True)
     kinds = [str(kind) for kind in found.tolist()]
-    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,8}", kind) for kind in kinds):
+    if not all(re.fullmatch(r"(0|-?[1-9][0-9]{0,8})(\.0)?", kind) for kind in kinds):
         place = {name: label for label, name in enumerate(dict.fromkeys(names or kinds))}
         unknown = [kind for kind in kinds if kind not in place]
         if unknown:
             raise UserError(f"{where}: the label {first_few(unknown)} is not among the {len(place):,} class names")
         return Labels(tuple(place), np.array([place[kind] for kind in kinds], dtype=np.int32)[positions])
-    numbers = found.astype(np.int64)
+    numbers = np.array([int(float(kind)) for kind in kinds])
     low, high = int(numbers.min()), int(numbers.max())
     most = _MOST_CLASSES if names is None else len(names)
     if low < 0 or high >= most:
         raise UserError(f"{where}: the label {low if low < 0 else high:,}: labels count the classes, 0 to {most - 1:,}")
     classes = tuple(map(str, range(high + 1))) if names is None else tuple(names)
     return Labels(classes, numbers[positions].astype(np.int32))
+
+
+def _plain(label: object) -> object:
+    if isinstance(label, float) and label.is_integer():
+        return int(label)
+    return str(label).strip() if isinstance(label, str | bool) else label
 
 
 def _name_label_sets(labels: Sequence[object], names: Sequence[str] | None, where: str, separator: str) -> Labels:

@@ -129,10 +129,10 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
         open_file(path, TABLE_BYTES) as opened,
         io.TextIOWrapper(opened, ENCODING, newline="") as file,
     ):
-        # Headers like "path, label" exist too.
+        # "path, label" and columns that are aligned by blanks exist, too.
         reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
         header = next(reader, [])
-        rows = [row for row in reader if row]
+        rows = [[value.rstrip() for value in row] for row in reader if row]
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)
         return {name.strip(): list(column) for name, column in zip(header, columns, strict=True)}
 

@@ -69,6 +69,18 @@ def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "classes"), [([1.0, 0.0, 1.0, 0.0], ("0", "1")), ([True, False, True, False], ("False", "True"))]
+)
+def test_labels_that_are_whole_floats_or_truth_values(tmp_path: Path, labels: list[Any], classes: Any) -> None:
+    """pandas makes floats of a column with gaps. Parquet, and the same as a table."""
+    write(tmp_path / "images.parquet", {"image": [sample.data for sample in CONTENT["train"][:4]], "label": labels})
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", *(f"{label}.jpg,{label}" for label in labels)]))
+    for kind, file in (("parquet", "images.parquet"), ("manifest", "list.csv")):
+        source = opened(kind, tmp_path / file, whole=True)["all"]
+        assert (source.classes, source.labels.tolist()) == (classes, [1, 0, 1, 0])
+
+
+@pytest.mark.parametrize(
     ("columns", "options", "says"),
     [
         ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),

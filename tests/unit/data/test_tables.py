@@ -44,9 +44,9 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
 
 
 def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
-    """Marks before the text, blanks after commas, Windows' line ends."""
+    """Marks before the text, blanks around commas, Windows' line ends."""
     (tmp_path / "list.csv").write_text(
-        'path, label\r\n"a, b.jpg", 1\r\nc.jpg, 0\r\nd.jpg, 1\r\ne.jpg, 0\r\n', "utf-8-sig"
+        'path, label\r\n"a, b.jpg", 1\r\nc.jpg   , 0\r\nd.jpg, 1\r\ne.jpg, 0\r\n', "utf-8-sig"
     )
     (tmp_path / "classes.txt").write_text("cat\r\ndog\r\n", "utf-8-sig")
     splits = opened("manifest", tmp_path / "list.csv", val_fraction=0.5)
