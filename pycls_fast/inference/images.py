@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from http.client import HTTPException
@@ -21,7 +22,7 @@ import torch
 from PIL import Image
 
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import EXTENSIONS, files_below
+from pycls_fast.data.sources.files import EXTENSIONS, UNREAD_EXTENSIONS, files_below, note_unread
 from pycls_fast.data.sources.remote import is_remote, list_files, read_range
 from pycls_fast.data.to_rgb import AS_STORED, Conversion, decode
 from pycls_fast.errors import UserError, refuse, refusing
@@ -195,7 +196,10 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
             if is_remote(word):
                 here = [Address(name) for name in (list_files(word) if "*" in word else [word])]
             elif path.is_dir():
-                here = sorted(Path(name) for name in files_below(str(path), (*EXTENSIONS, *VIDEOS)))
+                files = set(map(Path, files_below(str(path), (*EXTENSIONS, *VIDEOS, *UNREAD_EXTENSIONS))))
+                unread = {file for file in files if file.suffix.lower() in UNREAD_EXTENSIONS}
+                note_unread(path, Counter(file.suffix.lower() for file in unread))
+                here = sorted(files - unread)
                 problem = f"holds no images ({' '.join(EXTENSIONS)})"
             elif path.exists():
                 here = [path]

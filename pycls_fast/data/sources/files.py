@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -18,11 +19,13 @@ from pycls_fast.data.source import Files
 from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.data.sources.texts import Texts
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, is_first_of_node
 from pycls_fast.reading import IMAGE_BYTES, open_file, parse_json, read_bytes
 
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Extensions of image files, in any case."""
+UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
+"""Extensions of images in formats that are not read."""
 SPLIT_OF = {
     "train": "train",
     "training": "train",
@@ -156,6 +159,14 @@ def files_below(root: str, suffixes: tuple[str, ...], *, deep: bool = True) -> I
         for folder, _, inner, files in walk(root):
             inner[:] = inner if deep else []
             yield from (f"{folder}/{name}" for name in files if name.lower().endswith(suffixes))
+
+
+def note_unread(root: str | Path, unread: Counter[str]) -> None:
+    """Say how many images of which extensions are left out because of their formats."""
+    # Once per node: each rank opens the dataset.
+    if unread and is_first_of_node():
+        found = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
+        print(f"note: {root}: images of formats that are not read are left out: {found}", file=sys.stderr)
 
 
 def walk(root: str) -> Iterator[tuple[str, os.stat_result, list[str], list[str]]]:

@@ -19,7 +19,15 @@ import numpy as np
 
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Labels, Subset
-from pycls_fast.data.sources.files import EXTENSIONS, SPLIT_OF, FileImages, labels_of, walk
+from pycls_fast.data.sources.files import (
+    EXTENSIONS,
+    SPLIT_OF,
+    UNREAD_EXTENSIONS,
+    FileImages,
+    labels_of,
+    note_unread,
+    walk,
+)
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build, progress
 from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
@@ -31,7 +39,6 @@ _DEVKIT = "ILSVRC2012_devkit_t12"
 _GROUND_TRUTH, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 _KAGGLE_TABLE = "LOC_val_solution.csv"
 
-_UNREAD_EXTENSIONS = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".tga", ".dng", ".cr2", ".nef")
 _LAYOUT = (
     "expected ROOT/train/CLASS/IMAGE and ROOT/val/CLASS/IMAGE, or ROOT/CLASS/IMAGE; data.source=NAME chooses another "
     "layout (data/README.md)"
@@ -144,10 +151,7 @@ def _scan(root: Path) -> Index:
             folders |= times
             unread += others
             advance(1)
-    # Once per node: each rank opens the dataset.
-    if unread and is_first_of_node():
-        found = ", ".join(f"{count:,} {extension}" for extension, count in sorted(unread.items()))
-        print(f"note: {root}: images of formats that are not read are left out: {found}", file=sys.stderr)
+    note_unread(root, unread)
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise UserError(f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}")
@@ -187,7 +191,7 @@ def _list_class(root: Path, name: str) -> tuple[list[bytes], dict[str, int], Cou
             if image.lower().endswith(EXTENSIONS):
                 # Not checked to be a file: a broken link is then reported as a damaged image, not overlooked.
                 found.append(os.fsencode(f"{place}/{image}"))
-            elif image.lower().endswith(_UNREAD_EXTENSIONS):
+            elif image.lower().endswith(UNREAD_EXTENSIONS):
                 unread[os.path.splitext(image)[1].lower()] += 1  # noqa: PTH122  # faster than a Path
     # Sorted as bytes, whatever the locale.
     return sorted(found), times, unread

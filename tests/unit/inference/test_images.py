@@ -64,6 +64,17 @@ def test_words_that_mean_nothing_are_told_at_once(tree: Path, monkeypatch: pytes
     ]
 
 
+def test_images_of_formats_that_are_not_read_are_named(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = find_images([str(tree)])
+    assert not capsys.readouterr().err
+    for name in ("one.HEIC", "two.heic", "raw.nef"):
+        (tree / name).write_bytes(b"x")
+    assert find_images([str(tree)]) == whole
+    assert capsys.readouterr().err == (
+        f"note: {tree}: images of formats that are not read are left out: 2 .heic, 1 .nef\n"
+    )
+
+
 def test_links_to_folders_are_followed_but_not_in_circles(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "g.png").touch()
