@@ -66,7 +66,8 @@ def load_weights(
     same_classes = first_other_class(weights.classes, classes) is None
     image_size = trained_size(weights)
     # 9 x 4 patches have as many positions as 6 x 6.
-    same_grid = not isinstance(network, VisionTransformer) or image_size in (None, network.image_size)
+    has_positions = isinstance(network, VisionTransformer) or "network.pos_embed" in state
+    same_grid = not has_positions or image_size in (None, network.image_size)
     if model is not None and weights.config is not None:
         head = weights.specs.get(f"{network.head_name}.weight")
         has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def fit(
         raise other_model(read.traits.unlike, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part)
-    tensors, unknown = _in_names_of(network, read, shapes, fitted)
+    tensors, unknown = _in_names_of(network, read, shapes, fitted, image_size)
     # Such as MAE's decoder.
     unused = [name for name in unknown if name == "mask_token" or name.startswith("decoder_")]
     fitted.left_out |= dict.fromkeys(unused, "no part of a classifier")
@@ -134,7 +135,7 @@ def fit(
 
 
 def _in_names_of(
-    network: nn.Module, read: ReadWeights, shapes: Shapes, fitted: Fitted
+    network: nn.Module, read: ReadWeights, shapes: Shapes, fitted: Fitted, size: Size | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The file's tensors by the network's names, and the names of those without a counterpart."""
     if not isinstance(network, TimmNetwork):
@@ -154,10 +155,31 @@ def _in_names_of(
         state, unnamed = to_timm_vit(read.tensors, norm="fc_norm" if "fc_norm.weight" in own else "norm")
         rest = {name: read.tensors[name] for name in unnamed}
         unknown = list(read.unknown)
+    state = _positions_for_timm(network, state, size, fitted)
     if own != state.keys() or any(tuple(state[name].shape) != shapes[f"network.{name}"] for name in own):
         before, state = state, _filtered_by_timm(network, state)
         _note_resized(before, state, shapes, fitted)
     return {f"network.{name}": tensor for name, tensor in state.items()} | rest, unknown
+
+
+def _positions_for_timm(
+    network: TimmNetwork, state: Mapping[str, Tensor], size: Size | None, fitted: Fitted
+) -> Mapping[str, Tensor]:
+    """Interpolate positions that are for images of another `size`, which timm's conversion would take for a square."""
+    patches: Any = getattr(network.network, "patch_embed", None)
+    grid, side = getattr(patches, "grid_size", None), getattr(patches, "patch_size", None)
+    rows = state.get("pos_embed")
+    if size is None or size == network.image_size or not grid or not side or rows is None or rows.ndim != 3:
+        return state
+    before = (size.height // side[0], size.width // side[1])
+    prefix = rows.shape[1] - math.prod(before)
+    if before == grid or prefix < 0 or prefix + math.prod(grid) != network.network.pos_embed.shape[1]:
+        return state
+    from timm.layers import resample_abs_pos_embed
+
+    rows = resample_abs_pos_embed(rows, list(grid), list(before), num_prefix_tokens=prefix)
+    fitted.note("network.pos_embed", f"interpolated from {before[0]} x {before[1]} to {grid[0]} x {grid[1]}")
+    return {**state, "pos_embed": rows}
 
 
 def _filtered_by_timm(network: TimmNetwork, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

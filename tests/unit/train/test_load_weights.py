@@ -14,6 +14,7 @@ import timm
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 import pycls_fast
@@ -115,6 +116,24 @@ def test_the_names_of_timm_need_no_other_word(tmp_path: Path) -> None:
     network = TimmNetwork(name="test_efficientnet", num_classes=2, image_size=64)
     _, fitted = load_weights(network, file, classes=AB)
     assert fitted.table()[0] == ("file", str(file))
+
+
+@pytest.mark.parametrize("size", [(96, 64), (96, 96), (64, 32)])
+def test_positions_of_timms_model_that_is_for_other_rectangles(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Also where both have as many patches."""
+    config = config_of("model=vit_tiny_patch16_224", "model.options.depth=1", "data.image_size=[64,96]")
+    name, options = "vit_tiny_patch16_224", {"depth": 1}
+    theirs = TimmNetwork(name=name, num_classes=2, image_size=(64, 96), options=options)
+    torch.nn.init.normal_(theirs.network.pos_embed)
+    about = {"classes": '["a", "b"]', "step": "9", "config": config.model_dump_json()}
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors", about)
+    ours = TimmNetwork(name=name, num_classes=2, image_size=size, options=options)
+    _, fitted = load_weights(ours, tmp_path / "theirs.safetensors", classes=AB)
+    grid = [side // 16 for side in size]
+    assert fitted.adapted == {"network.pos_embed": f"interpolated from 4 x 6 to {grid[0]} x {grid[1]}"}
+    expected = resample_abs_pos_embed(theirs.network.pos_embed, grid, [4, 6])
+    assert torch.equal(ours.network.pos_embed, expected)
+    assert torch.equal(ours.network.head.weight, theirs.network.head.weight)
 
 
 AB, AC, ABC = ("a", "b"), ("a", "c"), ("a", "b", "c")
