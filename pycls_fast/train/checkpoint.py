@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from pycls_fast.errors import UserError, first_line, refuse, refusing
 from pycls_fast.files import STATE, checkpoints
@@ -47,6 +48,8 @@ Tensors = dict[str, Tensor]
 
 # Tensor subclasses made of several tensors: torchao's optimizer state. No other class is rebuilt from a file.
 _COMPOSITE = {"OptimState8bit": "torchao.optim.subclass_8bit"}
+# What stands for a list with tensors: a dictionary by position under this name.
+_LIST = "list"
 
 
 def split(state: State) -> tuple[Tensors, State]:
@@ -60,6 +63,10 @@ def split(state: State) -> tuple[Tensors, State]:
             path = f"{prefix}{key}"
             if isinstance(value, dict):
                 plain[key] = walk(value, f"{path}/")
+            elif isinstance(value, list | tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                # A user's optimizer may keep a matrix for each axis of a weight (Shampoo, SOAP).
+                each = {str(index): item for index, item in enumerate(value)}
+                plain[key] = walk({_LIST: each}, f"{path}/")
             elif not isinstance(value, Tensor):
                 plain[key] = value
             elif type(value._local_tensor if isinstance(value, DTensor) else value) in (Tensor, nn.Parameter):
@@ -116,6 +123,9 @@ def _put_together(values: State) -> State:
             values[key] = kind.__tensor_unflatten__(inner, context)
         elif isinstance(value, dict):
             _put_together(value)
+            if value.keys() == {_LIST}:
+                each = value[_LIST]
+                values[key] = [each[str(index)] for index in range(len(each))]
     return values
 
 

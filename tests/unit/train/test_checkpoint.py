@@ -56,6 +56,13 @@ def test_round_trip_has_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(into[path], saved["optimizer"]["blocks.0.weight"]["exp_avg"])
 
 
+def test_lists_of_tensors_in_an_optimizers_state(tmp_path: Path) -> None:
+    # A matrix for each axis, and none for one that is too long, as SOAP has them.
+    saved = {"optimizer": {"weight": {"Q": [torch.randn(3, 3), [], torch.randn(5, 5)], "pair": [[torch.ones(2)], 4]}}}
+    loaded = load_checkpoint(save_checkpoint(saved, tmp_path, 1, keep=2))
+    assert_same_bits(loaded["optimizer"], saved["optimizer"])
+
+
 def test_the_8_bit_state_of_torchao(tmp_path: Path) -> None:
     subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
     moment = subclass.zeros((16, 32), signed=False)
