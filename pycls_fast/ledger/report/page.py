@@ -129,7 +129,8 @@ def _decision(record: Record) -> Chart | None:
         axes.errorbar(
             speedup.ratio, effect.difference, yerr=errors, color=COLORS[text.kind(effect)], capsize=3, linestyle="none",
             linewidth=1.4, marker=SIGNS[place % len(SIGNS)], markersize=7,
-            label=f"{one_line(effect.variant, 26)}: {effect.word or 'not at a look'}",
+            # Its words come below: a legend leaves out names that begin with an underscore.
+            label=str(place),
         )  # fmt: skip
     axes.margins(x=0.08)
     axes.annotate(
@@ -139,8 +140,9 @@ def _decision(record: Record) -> Chart | None:
     axes.set(xlabel="speed-up over what it is added to", ylabel="top-1 gained, points")
     axes.xaxis.set_major_formatter("{x:.2f}x")
     axes.locator_params(axis="x", nbins=6)
-    for label in figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2).get_texts():
-        label.set_parse_math(False)
+    legend = figure.legend(fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
+    for label, (effect, _) in zip(legend.get_texts(), found, strict=True):
+        label.set(text=f"{one_line(effect.variant, 26)}: {effect.word or 'not at a look'}", parse_math=False)
     return Chart(
         "decision",
         "Speed gained and accuracy lost",

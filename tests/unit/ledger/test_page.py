@@ -176,8 +176,11 @@ def test_names_are_no_mathematics(record: Record) -> None:
     record.variants[0].name = "_$x_$"
     (name, *_) = drawn(record, "throughput").figure.axes[0].get_yticklabels()
     assert (name.get_text(), name.get_parse_math()) == ("_$x_$", False)
+    record = record.model_copy(update={"accuracy": accuracy(effect("quick", "costs", -0.52), effect("_two", "free"))})
+    record.variants[2].name = "_two"
     (legend,) = drawn(record, "decision").figure.legends
-    assert [label.get_parse_math() for label in legend.get_texts()] == [False] * 2
+    words = [(label.get_text(), label.get_parse_math()) for label in legend.get_texts()]
+    assert words == [("quick: costs", False), ("_two: free", False)]
 
 
 def test_the_picture_of_the_decision(record: Record) -> None:
