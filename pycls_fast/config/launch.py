@@ -385,7 +385,7 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
     if not multirun:
         yield []
         return
-    _refuse_shared_folder(overrides)
+    _refuse_shared_paths(overrides)
     chosen = dict(override.split("=", 1) for override in overrides if override.startswith("hydra/"))
     sweeper = chosen.get("hydra/sweeper", "basic")
     if sweeper != "basic":
@@ -406,15 +406,23 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
             yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
 
 
-def _refuse_shared_folder(overrides: Sequence[str]) -> None:
-    """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result."""
+def _refuse_shared_paths(overrides: Sequence[str]) -> None:
+    """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result; and
+    one `output`, over which each run would write."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    given = [override for override in parsed if override.key_or_group == "run_dir"]
     # A sweeper that searches may have its choices in its own settings.
-    sweeps = any(override.is_sweep_override() or override.key_or_group == "hydra/sweeper" for override in parsed)
-    if given and sweeps and not given[-1].is_sweep_override() and "${" not in str(given[-1].get_value_string()):
-        value = given[-1].get_value_string()
-        raise UserError(
-            f"run_dir: {value} for every run of --multirun; leave it out, or give each its own with "
-            f"'run_dir={value}/${{hydra:job.num}}' (the command line)"
-        )
+    if not any(override.is_sweep_override() or override.key_or_group == "hydra/sweeper" for override in parsed):
+        return
+    values = {override.key_or_group: override.value() for override in parsed if override.key_or_group in _WRITTEN}
+    for key, value in values.items():
+        if isinstance(value, str | int) and "${" not in str(value):
+            ending = Path(str(value)).suffix
+            own = f"{key}={str(value).removesuffix(ending)}/${{hydra:job.num}}{ending}"
+            raise UserError(
+                f"{key}: {value} for every run of --multirun; leave it out, or give each its own with '{own}' "
+                "(the command line)"
+            )
+
+
+# What a verb writes.
+_WRITTEN = ("run_dir", "output", "write")
