@@ -399,6 +399,10 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
         print_lines("note", [f"the result of {sweeper} will be in {folder}"])
         yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     elif chosen.get("hydra/launcher", "").startswith("submitit"):
+        for override in overrides:
+            if override.startswith("hydra.launcher.cpus_per_task="):
+                # srun of Slurm 22.05 to 23.02 does not take this over from the job, which has this process's variables.
+                os.environ["SRUN_CPUS_PER_TASK"] = override.partition("=")[2]
         # The jobs' inputs and logs belong in a permanent folder that all nodes see.
         yield ["hydra.sweep.dir=multirun", "hydra.sweep.subdir=."]
     else:

@@ -84,3 +84,13 @@ def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, s
     steps = [record["step"] for record in records(run, "train")]
     assert steps == list(range(1, len(steps) + 1))
     assert (run / "summary.json").is_file()
+
+
+def test_a_job_of_slurm_has_its_cores(tmp_path: Path) -> None:
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/bash\necho $SRUN_CPUS_PER_TASK cores >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    launcher = ("--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=12")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_process(command(*TINY, *launcher), cwd=tmp_path, expect=1, PATH=path)
+    assert "error: 12 cores" in done.stderr.splitlines()
