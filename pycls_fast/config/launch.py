@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
@@ -229,6 +230,9 @@ def _lost_task(error: Exception) -> str | None:
     if submitit is None or not isinstance(error, submitit.UncompletedJobError):
         return None
     message = str(error).splitlines()
+    if message[0].startswith("sbatch:"):
+        # It has refused the job, which leaves no logs.
+        return str(error)
     last = "the logs of all tasks are in that folder; the first error may be in another one"
     return "\n".join([*message[:3], *message[3:][-40:], last])
 
@@ -398,7 +402,9 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
         folder = f"multirun/{sweeper}-{timestamp()}"
         print_lines("note", [f"the result of {sweeper} will be in {folder}"])
         yield [f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
-    elif chosen.get("hydra/launcher", "").startswith("submitit"):
+    elif (launcher := chosen.get("hydra/launcher", "")).startswith("submitit"):
+        if launcher == "submitit_slurm" and shutil.which("srun") is None:
+            refuse(["hydra/launcher: submitit_slurm needs Slurm, and there is no srun here; start it on a login node"])
         for override in overrides:
             if override.startswith("hydra.launcher.cpus_per_task="):
                 # srun of Slurm 22.05 to 23.02 does not take this over from the job, which has this process's variables.

@@ -86,11 +86,13 @@ def test_a_warned_job_saves_and_is_started_again(tmp_path: Path, digits: Path, s
     assert (run / "summary.json").is_file()
 
 
-def test_a_job_of_slurm_has_its_cores(tmp_path: Path) -> None:
+def test_a_job_of_slurm(tmp_path: Path) -> None:
+    """It has its cores, and one that Slurm refuses leaves no logs."""
+    arguments = command(*TINY, "--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=12")
+    done = run_process(arguments, cwd=tmp_path, expect=2)
+    assert done.stderr.startswith("error: hydra/launcher: submitit_slurm needs Slurm")
     for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/bash\necho $SRUN_CPUS_PER_TASK cores >&2; exit 1\n")
+        (tmp_path / name).write_text("#!/bin/bash\necho sbatch: $SRUN_CPUS_PER_TASK cores >&2; exit 1\n")
         (tmp_path / name).chmod(0o755)
-    launcher = ("--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=12")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run_process(command(*TINY, *launcher), cwd=tmp_path, expect=1, PATH=path)
-    assert "error: 12 cores" in done.stderr.splitlines()
+    done = run_process(arguments, cwd=tmp_path, expect=1, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stderr.splitlines()[-1] == "error: sbatch: 12 cores"
