@@ -89,9 +89,12 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             print(f"{root / name}: {len(packed):,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
             if not is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
-        separator = config.data.label_separator
+        data = config.data
         keys = ["data.source=packed", f"data.root={root}"]
-        keys += [] if separator is None else [f"data.label_separator={separator}"]
+        keys += [] if data.label_separator is None else [f"data.label_separator={data.label_separator}"]
+        # Predictions follow them, whatever has been done to the stored pixels.
+        keys += ["data.exif_orientation=true"] if data.exif_orientation else []
+        keys += ["data.transparent=white"] if data.transparent == "white" else []
         print(f"use it with {shlex.join(keys)}")
         return DONE
 

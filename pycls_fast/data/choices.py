@@ -36,7 +36,7 @@ class Auto(Source, name="auto"):
         from pycls_fast.data.sources.packed import is_packed, open_packed
 
         if any(is_packed(Path(root) / split) for split in ("train", "val", "test", "all")):
-            return open_packed(root)
+            return open_packed(root, self.conversion)
         return open_folder(root, self, how) if find_cifar(Path(root)) is None else open_cifar(root)
 
 
@@ -112,7 +112,7 @@ class Packed(Source, name="packed"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.packed import open_packed
 
-        return open_packed(root)
+        return open_packed(root, self.conversion)
 
 
 class Cifar(Source, name="cifar"):

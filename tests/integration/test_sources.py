@@ -75,7 +75,8 @@ def test_raw_pixels_are_packed_as_the_key_says(tmp_path: Path, capsys: pytest.Ca
         more = (f"store={store}", f"data.exif_orientation={key}", "data.source=folder")
         printed = prepare("pack", *where, *more, capsys=capsys)
         # To be copied.
-        assert f"\nuse it with data.source=packed 'data.root={output}'\n" in printed
+        keys = " data.exif_orientation=true" if key == "true" else ""
+        assert f"\nuse it with data.source=packed 'data.root={output}'{keys}\n" in printed
         stored, turned = (PackedImages(output / "train").read(index) for index in range(2))
         if isinstance(stored, bytes):
             assert orientation_of(stored) == 6

@@ -12,17 +12,21 @@ it (`pycls_fast/data/pack.py`).
 
 from __future__ import annotations
 
+import json
+import sys
 import zlib
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import OpenFiles
 from pycls_fast.data.sources.index import read_arrays
 from pycls_fast.data.sources.texts import Texts
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.data.to_rgb import Conversion
+from pycls_fast.errors import UserError, is_first_of_node, refusing
 from pycls_fast.reading import check
 
 VERSION = 4
@@ -53,6 +57,8 @@ class _About(BaseModel):
     shards: list[NonNegativeInt]
     how: str
     store: str
+    short_side: PositiveInt | None = None
+    convert: Annotated[list[bool], Field(min_length=2, max_length=2)] | None = None
 
 
 def shard_file(folder: Path, number: int) -> Path:
@@ -127,10 +133,19 @@ class PackedImages(Images):
         return f"{what} ({self.about['how']}, {self.size / 2**30:.2f} GiB) in {self.folder}"
 
 
-def open_packed(root: str | Path) -> dict[str, Images]:
-    """The packed splits below a folder: `train/`, `val/`, `test/` and `all/`."""
+def open_packed(root: str | Path, convert: Conversion) -> dict[str, Images]:
+    """The packed splits below a folder: `train/`, `val/`, `test/` and `all/`; a note if their pixels were converted
+    otherwise than the run says, which its predictions follow."""
     folders = {split: Path(root) / split for split in ("train", "val", "test", "all")}
-    opened: dict[str, Images] = {split: PackedImages(folder) for split, folder in folders.items() if is_packed(folder)}
+    opened = {split: PackedImages(folder) for split, folder in folders.items() if is_packed(folder)}
     if not opened:
         raise UserError(f"{root} holds no packed split; make them with pycls-fast prepare pack (data/README.md)")
-    return opened
+    about = next(iter(opened.values())).about
+    upright, on_white = about.get("convert") or convert
+    is_raw = about["store"] == RAW
+    is_scaled = about.get("short_side") is not None
+    kept = Conversion(upright if is_raw else convert.upright, on_white if is_raw or is_scaled else convert.on_white)
+    if kept != convert and is_first_of_node():
+        keys = f"data.exif_orientation={json.dumps(kept.upright)} data.transparent={('drop', 'white')[kept.on_white]}"
+        print(f"note: {root} was packed with {keys}; use the same, which predictions follow", file=sys.stderr)
+    return {**opened}

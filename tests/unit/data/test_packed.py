@@ -23,6 +23,7 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import read_arrays, write_arrays
 from pycls_fast.data.sources.packed import PackedImages
+from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import UserError
 from tests.integration.runs import ROOT, environment
 from tests.processes import Started
@@ -55,6 +56,26 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path: Path) -> Path:
     """Class folders to pack."""
     return Path(write_folder(tmp_path / "folders", CONTENT))
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "said"),
+    [
+        (PackSettings(store="raw", convert=Conversion(upright=True)), {}, "orientation=true data.transparent=drop;"),
+        (PackSettings(store="raw"), {"exif_orientation": True}, "orientation=false data.transparent=drop;"),
+        (PackSettings(12, convert=Conversion(on_white=True)), {}, "orientation=false data.transparent=white;"),
+        (PackSettings(store="raw", convert=Conversion(upright=True)), {"exif_orientation": True}, ""),
+        (PackSettings(12), {"exif_orientation": True}, ""),
+        (PackSettings(), {"transparent": "white"}, ""),
+    ],
+)
+def test_pixels_that_were_converted_otherwise_than_predictions_are_told(
+    folder: Path, settings: PackSettings, keys: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack(scan_classes(folder / "train"), folder.parent / "out/train", settings, workers=0, title="")
+    opened("packed", folder.parent / "out", **keys)
+    err = capsys.readouterr().err
+    assert said in err if said else not err
 
 
 @pytest.mark.parametrize("quality", [30, 90])
