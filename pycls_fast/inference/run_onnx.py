@@ -17,6 +17,11 @@ def prepared(image: Image.Image, how: dict) -> np.ndarray:
     if image.mode.startswith("I"):
         # Pillow would clip 16 bits at 255.
         image = Image.fromarray(((np.asarray(image).astype(np.int32) + 128) // 257).astype(np.uint8))
+    if image.mode == "F":
+        # The same of floats; full scale is the smallest of these that holds them.
+        values = np.asarray(image).astype(np.float64)
+        full_scale = next((scale for scale in (1, 255) if values.max() <= scale), 65535)
+        image = Image.fromarray(np.rint(values * (255 / full_scale)).astype(np.uint8))
     if how["transparent"] == "white" and image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     image = image.convert("RGB")

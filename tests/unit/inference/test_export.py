@@ -335,7 +335,8 @@ def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, siz
     draw = np.random.default_rng(0)
     for height, width in ((30, 40), (41, 23), (9, 9), (64, 15)):
         gray = Image.fromarray(draw.integers(0, 2**16, (height, width), dtype=np.uint16))
-        for image in (Image.fromarray(draw.integers(0, 256, (height, width, 4), dtype=np.uint8)), gray):
+        floats = [Image.fromarray(np.asarray(gray) / np.float32(scale)) for scale in (65535, 257, 1)]
+        for image in (Image.fromarray(draw.integers(0, 256, (height, width, 4), dtype=np.uint8)), gray, *floats):
             (batch,) = classifier.batches(classifier.given(image))
             assert np.array_equal(run_onnx.prepared(image, how), batch.images_BHWC[0].permute(2, 0, 1).numpy())
 
