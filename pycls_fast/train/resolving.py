@@ -113,9 +113,12 @@ def resolve_normalization(config: RunConfig, world: World, *, note: Callable[[st
     if config.data.normalization == "configured":
         return config
     update: dict[str, Any] = {"normalization": "configured"}
-    found = None if config.weights is None else statistics(config.weights, world, model=timm_name(config))
+    whose, model = config.weights, timm_name(config)
+    found = None if whose is None else statistics(whose, world)
+    if found is None and config.weights is not None and model is not None:
+        whose, found = f"timm's {model}", statistics(config.weights, world, model=model)
     if found is not None:
-        note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {config.weights}")
+        note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {whose}")
         update |= {"mean": found[0], "std": found[1]}
     elif config.weights is not None and all(
         getattr(config.data, key) == type(config.data).model_fields[key].default for key in ("mean", "std")

@@ -98,7 +98,7 @@ def test_a_timm_folder_is_scored_as_timm_scores_it(
     printed = " ".join(capsys.readouterr().out.split())
     assert "published 79.86% on ImageNet-1k's validation images at 224 px" in printed
     assert f"ours {top1 - 79.856:+.2f}" in printed
-    assert "preprocessed as the weights say" in printed
+    assert f"preprocessed as for timm:{NAME}" in printed
     # The configuration's own preprocessing is another one, and has no published number.
     other = load_config("deit_s16", [*settings, "data.image_size=96"])
     told = scored(other, preprocessing="config")
@@ -134,7 +134,12 @@ def test_a_published_file_is_compared_under_its_experiment(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "known"), [("test_vit.r160_in1k", True), ("mine", False)])
 def test_a_file_without_timms_name_has_no_published_number(
-    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, name: str, known: bool
+    tmp_path: Path,
+    images: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    known: bool,
 ) -> None:
     monkeypatch.setitem(published.WEIGHTS, "timm:test_vit.r160_in1k", published.Score(50.0, 160, "timm"))
     file = tmp_path / f"{name}.safetensors"
@@ -142,6 +147,7 @@ def test_a_file_without_timms_name_has_no_published_number(
     model = ("model=timm", "model.name=test_vit")
     told = scored(load_config("finetune", [f"data.root={images}", f"weights={file}", *model, *MACHINE]))
     assert ("published" in told) == known
+    assert "preprocessed as for timm:test_vit.r160_in1k" in " ".join(capsys.readouterr().out.split())
     assert told["preprocessing"].endswith("centre 160 x 160, mean 0.5 0.5 0.5, std 0.5 0.5 0.5")
 
 

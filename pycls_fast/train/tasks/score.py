@@ -118,7 +118,7 @@ class Setup:
 
     def print_record(self, title: str, record: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Print where the weights came from and a table of the record; returns the rows of the table."""
-        whose = "" if self.preprocessing is None else ", preprocessed as the weights say"
+        whose = "" if self.preprocessing is None else f", preprocessed as for {self.preprocessing.weights}"
         self.display.note(f"{self.weights}{whose}")
         if self.fitted.adapted or self.fitted.left_out:
             self.display.table("weights", self.fitted.table())

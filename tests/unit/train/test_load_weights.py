@@ -320,6 +320,14 @@ def test_the_configuration_takes_it_where_it_asks(tmp_path: Path, ask: bool) -> 
     assert said == [told] * ask
 
 
+def test_what_timm_knows_of_the_model_alone_is_not_said_to_be_of_the_weights(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
+    given = ("data.root=/nowhere", f"weights={tmp_path / 'mute.safetensors'}", "model=vit_base_patch16_224")
+    said: list[str] = []
+    assert resolve_normalization(config_of(*given, name="finetune"), ALONE, note=said.append).data.mean == HALF[0]
+    assert said == ["normalization: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, those of timm's vit_base_patch16_224"]
+
+
 def test_weights_that_do_not_say_it_are_reported(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
     given = ["data.root=/nowhere", f"weights={tmp_path / 'mute.safetensors'}"]
