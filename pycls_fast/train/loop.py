@@ -26,7 +26,7 @@ from pycls_fast.train.environment import Call
 from pycls_fast.train.head import fit_head
 from pycls_fast.train.metrics import Clock, StepMemory, StepProfile, TrainMetrics, reset_memory_peak
 from pycls_fast.train.observers import Observers, open_observers
-from pycls_fast.train.out_of_memory import enough_to_train
+from pycls_fast.train.out_of_memory import enough_to_score, enough_to_train
 from pycls_fast.train.pictures import draw_batch
 from pycls_fast.train.resume import resume_notes
 from pycls_fast.train.run_state import Run
@@ -162,7 +162,8 @@ class Loop:
         """Do what comes before the first step: the fit of a new head, and an evaluation that is missing."""
         run = self.run
         if run.fits_head:
-            fit_head(run, self._stop_if_asked, self.stop.check)
+            with enough_to_score(run.config, run.world, cpu=""):
+                fit_head(run, self._stop_if_asked, self.stop.check)
         start = run.start_step
         if self.evaluations.due(start) and not (self.evaluations.has(start) and run.saved_step == start):
             # The earlier process did not finish it, or not write its checkpoint.

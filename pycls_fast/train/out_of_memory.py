@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -74,7 +74,10 @@ def _what_fits(made: MemoryPlan) -> str:
     return f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
 
 
-def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
-    """`enough_memory` for scoring a network (`config` comes from `build.for_scoring`)."""
-    what = f"{config.data.eval_batch_size} images at a time; use a smaller one"
-    return enough_memory("data.eval_batch_size", world.device, what, cpu="runtime.device")
+def enough_to_score(config: RunConfig, world: World, *, cpu: str = "runtime.device") -> AbstractContextManager[None]:
+    """`enough_memory` for scoring a network; nothing without an `eval_batch_size`: a run then takes training's batches,
+    about which `enough_to_train` speaks."""
+    size = config.data.eval_batch_size
+    if size is None:
+        return nullcontext()
+    return enough_memory("data.eval_batch_size", world.device, f"{size} images at a time; use a smaller one", cpu=cpu)

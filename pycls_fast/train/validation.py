@@ -16,6 +16,7 @@ from pycls_fast.train.display import epochs
 from pycls_fast.train.evaluate import Evaluation, evaluate
 from pycls_fast.train.folder import writing
 from pycls_fast.train.observers import Observers
+from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import draw_curves
 from pycls_fast.train.run_state import Run
 
@@ -116,7 +117,8 @@ class Evaluations:
 
     def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
-        result = evaluate(run.scorer(self.after_batch), EvalSet(run.sources["val"]), "evaluating val")
+        with enough_to_score(run.config, run.world, cpu=""):
+            result = evaluate(run.scorer(self.after_batch), EvalSet(run.sources["val"]), "evaluating val")
         if not result.count:
             run.damaged.need_images("val", 0, done)
         self.finite = self.finite and math.isfinite(result.loss or 0.0)

@@ -11,7 +11,7 @@ import torch
 
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from pycls_fast.train import train
+from pycls_fast.train import train, validation
 from pycls_fast.train.step import Step
 from tests.factories import class_folders
 from tests.integration.runs import TINY, newest_checkpoint, records, run
@@ -106,6 +106,11 @@ def test_no_image_is_left_to_evaluate(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_memory_that_does_not_suffice(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an evaluation in batches of its own, either."""
+    with monkeypatch.context() as patched:
+        patched.setattr(validation, "evaluate", lambda *arguments: torch.empty(2**60))
+        with pytest.raises(UserError, match=r"^data.eval_batch_size: cpu is out of memory with 512 images at a time"):
+            run(tmp_path / "evaluated", digits, "data.eval_batch_size=512", "schedule.max_steps=1")
     monkeypatch.setattr(Step, "__call__", lambda *arguments: torch.empty(2**60))
     line = r"^data.global_batch_size: 1 x cpu is out of memory with 64; use optim.accumulation_steps=2"
     with pytest.raises(UserError, match=line):
