@@ -115,7 +115,7 @@ def _shard_experts(
             )
 
 
-def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPolicy:
+def _formats(network: Network, settings: StrategySettings) -> MixedPrecisionPolicy:
     """The format in which each weight is gathered: under autocast, the one in which autocast would compute with it.
 
     A weight is cast once, before it is sent; residual sums and norms stay float32 as in one process.
@@ -124,7 +124,9 @@ def _formats(network: nn.Module, settings: StrategySettings) -> MixedPrecisionPo
     if narrow is None:
         return MixedPrecisionPolicy()
     if settings.compute is None:
-        wide = [m for m in network.modules() if type(m).forward not in _CAST_BY_AUTOCAST]
+        products = {layer for _, *layers in network.experts() for layer in layers}
+        products |= {module for module in network.modules() if type(module).forward in _CAST_BY_AUTOCAST}
+        wide = [module for module in network.modules() if module not in products]
     else:
         wide = [m for m in network.modules() if isinstance(m, NORMS if settings.wide_norms else BATCH_NORM)]
         cast_buffers(network, settings.compute)

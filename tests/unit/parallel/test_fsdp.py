@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from pycls_fast import build
 from pycls_fast.errors import UserError
 from pycls_fast.models.external import TimmNetwork
+from pycls_fast.models.moe import ExpertLinear
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
@@ -211,6 +212,7 @@ def test_units_are_gathered_whole_and_in_order(world: World, monkeypatch: pytest
     [
         ("vit_digits", "amp_bf16"),
         ("vit_digits", "fp16_master"),
+        ("vit_moe_digits", "amp_bf16"),
         ("resnet_digits", "fp32"),
         ("resnet_digits", "fp16_master"),
     ],
@@ -219,7 +221,7 @@ def test_weights_travel_in_the_format_of_their_products(
     world: World, monkeypatch: pytest.MonkeyPatch, experiment: str, precision: str
 ) -> None:
     """And what one process keeps in float32 does so when it is gathered: norms and tokens, under autocast."""
-    small = TINY if experiment == "vit_digits" else ["model.depth=18", "parallel=fsdp"]
+    small = ["model.depth=18", "parallel=fsdp"] if experiment == "resnet_digits" else TINY
     own = ["data.image_size=8", f"precision={precision}", "model.drop_path=0.1", "speed=reference"]
     config = config_of(*small, *own, name=experiment)
     step = step_of(config, world)
@@ -236,11 +238,12 @@ def test_weights_travel_in_the_format_of_their_products(
     with step.autocast():
         step.wrapped.forward(torch.randn(2, 3, 8, 8)).sum().backward()
     narrow = build.compute_dtype(config)
-    assert sum(isinstance(module, (nn.Linear, nn.Conv2d)) for module in network.modules()) > 10
+    products = [module for module in network.modules() if isinstance(module, (nn.Linear, nn.Conv2d, ExpertLinear))]
+    assert len(products) > 10
     for name, module in network.named_modules():
         stays = isinstance(module, BATCH_NORM) or (level.wide_norms and isinstance(module, NORMS))
         if level.autocast is not None:
-            stays = not isinstance(module, (nn.Linear, nn.Conv2d))
+            stays = module not in products
         if found.get(id(module)):
             assert found[id(module)] == {torch.float32 if stays else narrow}, name
     residual = torch.float32 if level.autocast is not None else narrow
