@@ -233,8 +233,8 @@ class Pipeline(nn.Module):
         self._owners = stage_ranks(schedule, world.pipeline)
         self._mine = [index for index, owner in enumerate(self._owners) if owner == world.stage]
         self._engines: dict[tuple[torch.Size, int], Any] = {}
-        # The current step's.
-        self._loss_of: Callable[[Tensor, Tensor | None, int], Tensor] = lambda logits, auxiliary, position: logits.sum()
+        # The current step's, which holds its images.
+        self._loss_of: Callable[[Tensor, Tensor | None, int], Tensor] | None = None
 
     @property
     def takes_images(self) -> bool:
@@ -271,6 +271,7 @@ class Pipeline(nn.Module):
             target_mbs=[torch.tensor(position) for position in positions],
             return_outputs=False,
         )
+        self._loss_of = None
         for stage in self.stages:
             stage.generator_states, stage.autocast = (), nullcontext
             for parameter in stage.parameters():
@@ -288,6 +289,7 @@ class Pipeline(nn.Module):
     def _engine(self, shape: torch.Size, count: int) -> Any:
         def loss_of(outputs: Tensor | tuple[Tensor, Tensor], position: Tensor) -> Tensor:
             logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+            assert self._loss_of is not None
             return self._loss_of(logits, auxiliary, int(position))
 
         # Each engine has memory for features of one shape.

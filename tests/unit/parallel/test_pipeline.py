@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import combinations, islice, pairwise
 from typing import Any
 
@@ -132,3 +134,16 @@ def test_gradients_that_are_sent_are_contiguous(fake_ranks: None, layout: str) -
     (gradient,) = torch.autograd.grad(stage.train()(features).sum(), [features])
     assert gradient.any()
     assert gradient.is_contiguous()
+
+
+def test_a_step_leaves_no_images_behind() -> None:
+    """The loss, which knows the targets, holds them."""
+    with imagined(1):
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
+        world = World(0, 1, torch.device("cpu"), mesh=mesh)
+        pipeline = split_into_stages(network(), world, "1f1b", [1] * 10, averages=False)
+        images = [torch.randn(2, 3, 8, 8) for _ in range(2)]
+        left = weakref.ref(images[0])
+        pipeline.run(images, lambda logits, _, position, seen=images: logits.sum(), (), nullcontext)
+        del images
+        assert left() is None
