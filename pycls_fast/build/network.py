@@ -89,6 +89,10 @@ def trained_model(config: RunConfig, classes: int, switches: Speed, world: World
     network = model(config, classes, switches, empty=empty)
     if empty and type(network).initialisers is Network.initialisers:
         return model(config, classes, switches)
+    if isinstance(network, GivenNetwork) and empty and network.tied:
+        # Each module would get one of its own.
+        what = f"{config.parallel.facts.name} cannot shard a parameter of several modules"
+        refuse([f"parallel.name: {what} ({' and '.join(network.tied)}); use parallel=ddp"])
     if isinstance(network, GivenNetwork) and world.size > 1:
         # Its values come from the program of each rank, which may not have seeded them.
         values = {name: tensor.detach().cpu() for name, tensor in network.given.items()} if world.is_main else {}

@@ -77,6 +77,12 @@ class GivenNetwork(ExternalNetwork):
         super().__init__()
         self.given = dict(named_tensors(module))
         """The initial values."""
+        owners: dict[nn.Parameter, list[str]] = {}
+        for path, owner in module.named_modules():
+            for name, parameter in owner.named_parameters(path, recurse=False):
+                owners.setdefault(parameter, []).append(name)
+        self.tied = next((names for names in owners.values() if len(names) > 1), [])
+        """Names of a parameter that several modules have, if there is one."""
         self.network = copy.deepcopy(module).to(torch.get_default_device(), torch.get_default_dtype())
         what = f"does not classify {classes} classes of {image_size} px images by a last linear layer"
         with refusing(f"model: the given {type(module).__name__} {what}", Exception):

@@ -186,6 +186,9 @@ def test_a_dataset_and_a_module(digits: Path, tmp_path: Path) -> None:
         pycls_fast.train_net(data=digits, model=module, **{**words, "image_size": 16})
     with pytest.raises(UserError, match=r"^data.source: given \(train\): images without labels, or none"):
         pycls_fast.train_net(data=Subset(whole, []), model=module, data__root=digits, **words)
+    module.layers[1].bias = module.layers[0].bias
+    with pytest.raises(UserError, match=r"fsdp cannot shard .* \(layers.0.bias and layers.1.bias\); use parallel=ddp$"):
+        pycls_fast.train_net(data=digits, model=module, parallel="fsdp", **words)
 
 
 @pytest.mark.slow
