@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -61,13 +62,17 @@ class Observers:
         self.callbacks = [callback.model_copy(deep=True) for callback in run.config.callbacks]
         trackers = [tracker.model_copy(deep=True) for tracker in run.config.trackers]
         # Remote ones first: the others leave files in the folder of a run that does not start.
+        counts = Counter[str]()
         for tracker in sorted(trackers, key=lambda tracker: not tracker.remote):
             self.trackers.append(tracker)
+            # There may be several of a kind, for different projects.
+            counts[tracker.name] += 1
+            key = tracker.name if counts[tracker.name] == 1 else f"{tracker.name} {counts[tracker.name]}"
             with self._guarded(tracker, starts=run.start_step == 0):
                 ids = dict(read_json(file)) if file.is_file() else {}
-                run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(tracker.name), run.start_step)
+                run_id = tracker.open(run.folder.path, flat(run.settings()), ids.get(key), run.start_step)
                 if run_id is not None:
-                    run.folder.write_json(file.name, {**ids, tracker.name: run_id})
+                    run.folder.write_json(file.name, {**ids, key: run_id})
         for callback in self.callbacks:
             callback.start(run)
 

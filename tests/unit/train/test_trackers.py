@@ -156,6 +156,16 @@ def test_a_run_is_recorded_and_a_resumed_one_continues(service: Service, tmp_pat
 
 
 @pytest.mark.slow
+def test_each_of_several_of_a_kind_continues_its_own_run(service: Service, tmp_path: Path) -> None:
+    both = f"trackers=[{{name: {service.package}, project: mine}}, {{name: {service.package}, project: ours}}]"
+    for steps in (3, 6):
+        assert run(service, tmp_path, f"schedule.max_steps={steps}", both) == 0
+    assert [seen.project for seen in service.runs.values()] == ["mine", "ours"]
+    for seen in service.runs.values():
+        assert [step for step, name, _ in seen.values if name == "train/loss"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
 def test_its_failure_is_one_warning(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     service.on_values = Mock(side_effect=ConnectionError("no route to host\nat all"))
     assert run(service, tmp_path, "runtime.log_every_steps=1") == 0
