@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pycls_fast.config.keys import flat
-from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, UserError, first_line
+from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError, first_line
 from pycls_fast.observers import Callback, Tracker
 from pycls_fast.reading import read_json
 from pycls_fast.train.agreement import on_main
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # Keys of a training record that say when it was, not what it measured.
 _WHEN = {"step", "epoch", "time"}
 _EVAL = ("top1", "top5", "class_top1", "map", "f1", "loss")
+# A stopped run waits so long for a server.
+_STOPPED_SECONDS = 15.0
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 
@@ -95,8 +98,19 @@ class Observers:
             self._final |= _scores(place, summary[place] or {})
 
     def _end(self, tracker: Tracker) -> None:
-        with self._guarded(tracker):
-            tracker.end(int(self.status), self._final)
+        def end() -> None:
+            with self._guarded(tracker):
+                tracker.end(int(self.status), self._final)
+
+        if self.status != STOPPED or not tracker.remote:
+            end()
+            return
+        # Whoever stops a run soon kills it, and it may have to requeue its job before.
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        thread.join(_STOPPED_SECONDS)
+        if thread.is_alive():
+            self._run.display.warn(f"trackers: {tracker.name} does not end, and may lack the last numbers")
 
     @contextmanager
     def _guarded(self, tracker: Tracker, *, starts: bool = False) -> Iterator[None]:

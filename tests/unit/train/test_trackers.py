@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import pytest
 
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.observers import TensorBoard
-from pycls_fast.train import train
+from pycls_fast.train import observers, train
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.observers import Observers, open_observers
@@ -194,7 +195,9 @@ def test_a_start_that_fails_ends_a_new_run_but_not_a_resumed_one(
 
 
 @pytest.mark.slow
-def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_recorded(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     do_what_is_due = Loop._do_what_is_due
 
     def stopped(self: Loop, done: int) -> None:
@@ -207,6 +210,12 @@ def test_a_signal_is_recorded(service: Service, tmp_path: Path, monkeypatch: pyt
     (seen,) = service.runs.values()
     assert seen.states == [STOPPED if service.package == "wandb" else "KILLED"]
     assert not seen.final
+    # A server that is gone holds nobody up.
+    service.on_end = wait = Mock(side_effect=lambda: threading.Event().wait(60.0))
+    monkeypatch.setattr(observers, "_STOPPED_SECONDS", 0.1)
+    assert run(service, tmp_path / "again", "runtime.log_every_steps=1") == STOPPED
+    assert wait.called
+    assert f"warning: trackers: {service.package} does not end" in capsys.readouterr().out
 
 
 @pytest.mark.slow
