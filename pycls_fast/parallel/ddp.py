@@ -50,19 +50,21 @@ class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         centred_BCM = maps_BCM - mean_C[:, None]
         variance_C: Tensor = _Sum.apply(centred_BCM.square().sum(dim=(0, 2))) / count
         self._follow(mean_C.detach(), variance_C.detach() * (count / (count - 1)))
-        scale_C = self.weight * torch.rsqrt(variance_C + self.eps)
+        scale_C = torch.rsqrt(variance_C + self.eps)
+        out_BCM = centred_BCM * (self.weight * scale_C if self.affine else scale_C)[:, None]
+        if self.affine:
+            out_BCM = out_BCM + self.bias[:, None]
         # The cast comes last, so that a half format is a copy: the in-place ReLU that follows must not get a view.
-        return (centred_BCM * scale_C[:, None] + self.bias[:, None]).view_as(input).to(input.dtype)
+        return out_BCM.view_as(input).to(input.dtype)
 
     @torch.no_grad()
     def _follow(self, mean_C: Tensor, variance_C: Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(variance_C.to(self.running_var.dtype), self.momentum)
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
         self.num_batches_tracked += 1
+        share = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance_C.to(self.running_var.dtype), share)
 
 
 def synchronise(network: nn.Module, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_batch_norm_over_one_rank_is_batch_norm(world: World, sides: int) -> Non
     plain.eval()
     synchronised.eval()
     torch.testing.assert_close(synchronised(maps), plain(maps), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [{"affine": False, "momentum": None}, {"track_running_stats": False}])
+def test_batch_norm_of_a_given_module_may_lack_parts(world: World, keys: dict[str, Any]) -> None:
+    """As the norm before a linear probe (MAE's), which has no weights."""
+    plain = nn.BatchNorm1d(3, **keys).double()
+    synchronised = copy.deepcopy(plain)
+    synchronise(nn.Sequential(synchronised), torch.device("cpu"))
+    for _ in range(3):
+        features = torch.randn(8, 3, dtype=torch.float64) * 3 + 1
+        torch.testing.assert_close(synchronised(features), plain(features), rtol=1e-10, atol=1e-10)
+    found, expected = (dict(norm.named_buffers()) for norm in (synchronised, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 class Masked(nn.Sequential):
