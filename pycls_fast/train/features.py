@@ -35,22 +35,28 @@ def head_inputs(network: Network) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def collect_features(scorer: Scorer, network: Network, source: Images, split: str) -> tuple[Tensor, Tensor]:
-    """The head's input for every readable image, float32 (N, D) on the CPU, and the labels; the same on all ranks,
-    which call this. A `UserError` if no image can be read, too many are damaged, or the head gets several vectors of
-    one."""
+    """The head's input for every readable image, float32 (N, D) on the CPU, and the labels, in the source's order; the
+    same on all ranks, which call this. A `UserError` if no image can be read, too many are damaged, or the head gets
+    several vectors of one."""
     world = scorer.world
     features: list[Tensor] = []
     labels: list[Tensor] = []
+    indices: list[Tensor] = []
     with head_inputs(network) as seen:
         for batch, _ in scorer.logits(source, f"features of {split}"):
             features.append(seen[-1])
             labels.append(batch.labels_B.cpu())
+            indices.append(batch.indices_B.cpu())
             seen.clear()
     # Gathered in host memory, which is larger.
-    mine = (torch.cat(features), torch.cat(labels)) if features and world.counts else None
+    mine = tuple(map(torch.cat, (features, labels, indices))) if features and world.counts else None
     found = [part for part in world.gather(mine) if part is not None]
     scorer.damaged.need_images(split, len(found))
-    features_ND, labels_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    features_ND, labels_N, indices_N = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    if len(found) > 1:
+        # Each rank has a part of every batch; the folds of a fit would not be those of one process.
+        order_N = indices_N.argsort()
+        features_ND, labels_N = features_ND[order_N], labels_N[order_N]
     if not features_ND.isfinite().all():
         raise UserError("weights: features of some images are not finite; take other weights, or head=small")
     if features_ND.ndim != 2:

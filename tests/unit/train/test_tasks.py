@@ -19,6 +19,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import pycls_fast
 from pycls_fast import build
+from pycls_fast.data.sampling import EvalSampler
 from pycls_fast.errors import UserError
 from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
@@ -232,12 +233,45 @@ def test_weights_that_are_not_finite_are_one_line() -> None:
 
     def logits(*_: object) -> Iterator[tuple[SimpleNamespace, None]]:
         network(torch.full((2, 3, 16, 16), torch.nan))
-        yield SimpleNamespace(labels_B=torch.tensor([0, 1])), None
+        yield SimpleNamespace(labels_B=torch.tensor([0, 1]), indices_B=torch.tensor([0, 1])), None
 
     source: Any = None
     scorer: Any = SimpleNamespace(world=ALONE, damaged=SimpleNamespace(need_images=lambda *_: None), logits=logits)
     with pytest.raises(UserError, match=r"^weights: features of some images are not finite"):
         collect_features(scorer, network, source, "train")
+
+
+def test_features_have_the_order_of_the_images() -> None:
+    """On any number of ranks: the folds in which a head's penalty is chosen are cut from it."""
+    network = build.model(config_of(), 10, Speed()).eval()
+    images, labels = torch.rand(7, 3, 16, 16), torch.arange(7) % 3
+    parts: list[Any] = []
+
+    class Rank(World):
+        def gather(self, value: Any) -> list[Any]:
+            parts.append(value)
+            return parts
+
+    def collected(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last rank gets, after the others have sent theirs."""
+        parts.clear()
+        for rank in range(size):
+            sampler = EvalSampler(7, batch_size=4 // size, rank=rank, world_size=size)
+
+            def logits(*_: object, sampler: EvalSampler = sampler) -> Iterator[tuple[SimpleNamespace, None]]:
+                for keys in sampler:
+                    indices_B = torch.tensor([index for _, index in keys])
+                    network(images[indices_B])
+                    yield SimpleNamespace(labels_B=labels[indices_B], indices_B=indices_B), None
+
+            source: Any = None
+            world, damaged = Rank(rank, size, torch.device("cpu")), SimpleNamespace(need_images=lambda *_: None)
+            scorer: Any = SimpleNamespace(world=world, damaged=damaged, logits=logits)
+            found = collect_features(scorer, network, source, "train")
+        return found
+
+    for ours, alone in zip(collected(2), collected(1), strict=True):
+        torch.testing.assert_close(ours, alone)
 
 
 def test_a_head_is_fitted_to_images_of_rare_classes_too(monkeypatch: pytest.MonkeyPatch) -> None:
