@@ -23,6 +23,7 @@ from pycls_fast.build.data import (
     with_preprocessing,
 )
 from pycls_fast.build.device import (
+    alone,
     autocast,
     compile_for_gpu,
     compiles,

@@ -24,7 +24,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data import native
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.models.choices import ViTModel
-from pycls_fast.parallel.launch import keep_freed_memory, need_cuda, start_world
+from pycls_fast.parallel.launch import choose_device, keep_freed_memory, need_cuda, start_world
 from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Device, Speed
@@ -38,6 +38,16 @@ def world(config: RunConfig) -> Iterator[World]:
     with start_world(config.runtime.device, config.parallel) as ranks:
         import_modules(config.imports)
         yield ranks
+
+
+def alone(config: RunConfig) -> World:
+    """This process by itself, though it may be one of several ranks, on the device that it has as such; it has
+    imported the user's own modules."""
+    device = choose_device(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    import_modules(config.imports)
+    return World(0, 1, device)
 
 
 def device_kind(device: torch.device) -> Device:

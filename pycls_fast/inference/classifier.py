@@ -126,19 +126,19 @@ def load(
     weights = open_weights(run, kind=which)
     (saved_config, classes), path = weights.require_model(), weights.path
     config = _config(saved_config, str(path), device, precision, "fast" if fast else "reference")
-    with build.world(config) as world:
-        switches = build.switches(config, world.device)
-        # Do not advance the caller's generator; the initial values are overwritten below.
-        with torch.random.fork_rng(devices=[]):
-            network = build.model(config, config.model.num_classes or len(classes), switches)
-        state = network.state_dict()
-        saved = {name: spec.shape for name, spec in weights.specs.items()}
-        here = {name: value.shape for name, value in state.items()}
-        check_shapes(f"weights: {path} does not fit its own model", saved, here)
-        with torch.no_grad():
-            weights.fill(state)
-        network = place_model(network, world, memory_format=switches.memory_format)
-        build.apply_precision(config, network, world.device)
+    world = build.alone(config)
+    switches = build.switches(config, world.device)
+    # Do not advance the caller's generator; the initial values are overwritten below.
+    with torch.random.fork_rng(devices=[]):
+        network = build.model(config, config.model.num_classes or len(classes), switches)
+    state = network.state_dict()
+    saved = {name: spec.shape for name, spec in weights.specs.items()}
+    here = {name: value.shape for name, value in state.items()}
+    check_shapes(f"weights: {path} does not fit its own model", saved, here)
+    with torch.no_grad():
+        weights.fill(state)
+    network = place_model(network, world, memory_format=switches.memory_format)
+    build.apply_precision(config, network, world.device)
     several = bool(saved_config["data"].get("label_separator"))
     return Classifier(network.eval().requires_grad_(False), classes, config, weights, world, switches, several=several)
 

@@ -145,8 +145,7 @@ def _images(run: SavedRun) -> tuple[Images | None, str | None]:
     file = run.path / "config.yaml"
     try:
         checked = validate_saved({**as_data(SavedConfig(run.config, file), {"imports": "[]"}), **here}, str(file))
-        with build.world(checked) as world:
-            return build.sources(checked, world)["val"], None
+        return build.sources(checked, build.alone(checked))["val"], None
     except UserError as error:
         # Nothing can be typed here.
         return None, error.lines[0].partition("; to allow it")[0]

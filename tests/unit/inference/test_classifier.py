@@ -52,6 +52,12 @@ def test_predictions(tmp_path: Path, pixels: np.ndarray, folder: Path, config_na
     assert len({each.label for each in found}) > 1
 
 
+def test_each_rank_of_a_launch_has_its_own(monkeypatch: pytest.MonkeyPatch, run_dir: Path, pixels: np.ndarray) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    torch.testing.assert_close(pycls_fast.load(run_dir).logits(pixels).double(), by_hand(pixels), rtol=1e-4, atol=1e-4)
+
+
 def test_convolutions_are_in_float32_whatever_the_process_has_set(run_dir: Path, pixels: np.ndarray) -> None:
     """cuDNN would compute them in TF32."""
     convolution: Any = torch.backends.cudnn.conv
