@@ -366,6 +366,9 @@ def overrides_name(overrides: Iterable[str] | None = None) -> str:
             # Of a path the last part.
             short = re.sub(r"[^\w.]+", "-", value.rstrip("/").rpartition("/")[2]).strip("-")[:_LONGEST_VALUE]
             parts.append(f"{key.rpartition('.')[2]}-{short}")
+    # What varies from run to run is usually typed last.
+    while len(parts) > 1 and len("_".join(parts)) > _LONGEST_NAME:
+        del parts[0]
     return "_".join(parts)[:_LONGEST_NAME].rstrip("-_.")
 
 

@@ -214,6 +214,8 @@ def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
         ),
         (["optim=lion", "epochs=9", f"imports=[{'a' * 200}]"], "optim-lion_epochs-9"),
         ([f"weights=timm:{'a' * 200}", "data.mean=[0.5,0.5,0.5]"], f"weights-timm-{'a' * 25}_mean-0.5-0.5-0.5"),
+        # The runs of a sweep differ in what comes last.
+        ([*(f"data.wnids={letter * 30}" for letter in "abc"), "seed=1"], f"wnids-{'b' * 30}_wnids-{'c' * 30}_seed-1"),
         ([], ""),
     ],
 )
