@@ -94,6 +94,8 @@ class Loop:
         self.metrics = TrainMetrics(run.world.device, read=run.switches.metrics)
         self.memory = StepMemory(run.world, compiled=build.compiles(run.config, run.switches))
         self.clock = Clock()
+        # Of the latest one.
+        self.evaluation_seconds = 0.0
         self.profile = StepProfile(
             run.folder.path / "profile",
             run.config.runtime.profile_step if run.world.is_main else None,
@@ -225,11 +227,18 @@ class Loop:
         self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
         if run.world.is_main:
             record = self._record(done, numbers)
-            left = (run.total_steps - done) * record["step_seconds"]
+            left = self._seconds_left(done, record["step_seconds"])
             run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.observers.add(record)
         if numbers["damaged"]:
             self._report_damaged(done)
+
+    def _seconds_left(self, done: int, step_seconds: float) -> float:
+        """What the steps after this one take, and the evaluations from this one on if one has been timed."""
+        run = self.run
+        every = build.steps_between_evaluations(run.config, run.steps_per_epoch)
+        evaluations = -(-run.total_steps // every) - (done - 1) // every
+        return (run.total_steps - done) * step_seconds + evaluations * self.evaluation_seconds
 
     def _record(self, done: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         step = self.run.step
@@ -272,12 +281,14 @@ class Loop:
         if self.run.saved_step != done:
             # As before saving: what is scored is what is saved.
             self.run.sync_buffers()
+        began = time.perf_counter()
         try:
             self.evaluations.evaluate(done)
         except Stopped:
             # The evaluation has not changed the state, which was perhaps not worth saving before.
             self._save(done, always=True)
             raise
+        self.evaluation_seconds = time.perf_counter() - began
         # Without its checkpoint, this evaluation could not be the best. A run that begins with a checkpoint of another
         # folder has none of this step, either.
         if self.evaluations.finite and self.divergence.not_worth_saving(evaluated=True) is None:

@@ -21,6 +21,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.plan.race import Race
 from pycls_fast.train import loop, saving, train, validation
+from pycls_fast.train.display import Display
 from pycls_fast.train.divergence import DivergenceCheck
 from pycls_fast.train.loop import Loop
 from pycls_fast.train.metrics import Clock
@@ -55,8 +56,9 @@ def run(tmp_path: Path, *overrides: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 3 s that wait 1 s for their data, but for the first; checkpoints and evaluations are not counted."""
-    now, microbatches = 0.0, Loop._microbatches
+    """Steps of 3 s that wait 1 s for their data, but for the first; checkpoints and evaluations are not counted, but
+    evaluations are in the time that is left."""
+    now, microbatches, left = 0.0, Loop._microbatches, []
 
     def late(self: Loop) -> Iterator[Batch]:
         nonlocal now
@@ -80,12 +82,14 @@ def test_the_rates_are_those_of_training(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("pycls_fast.train.start.race", lambda config: Race("fp32", 1.0, None, 0.0))
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(Loop, "_microbatches", late)
+    monkeypatch.setattr(Display, "training", lambda *_, seconds_left, epochs: left.append(seconds_left))
     steps = [record for record in run(tmp_path, "runtime.checkpoint_every_steps=2") if record["kind"] == "train"]
     names = ("step_seconds", "images_per_second", "data_wait_fraction")
     rates = [tuple(record[name] for name in names) for record in steps]
     assert rates == [pytest.approx((3.0, 64 / 3, 0.0)), *[pytest.approx((4.0, 16.0, 0.25))] * 5]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["step_seconds_p50"], summary["images_per_second"]) == pytest.approx((4.0, 16.0))
+    assert left == pytest.approx([15.0, 16.0, 12.0, 108.0, 104.0, 100.0])
 
 
 @pytest.mark.slow
