@@ -73,7 +73,8 @@ def find_start(
 
     A run that was resumed from another folder's checkpoint resumes from its own newest one when it is started again, so
     that the same command works after every stop; so does one that torchrun `restarted` after a rank failed. If `resume`
-    names a checkpoint of the run's own folder, the run goes back to that one.
+    names a checkpoint of the run's own folder, the run goes back to that one, but not again in a job that Slurm has
+    requeued.
 
     Raises:
         UserError: a checkpoint is missing or damaged, or the folder holds a run although `resume=never`.
@@ -152,8 +153,10 @@ def _named(config: RunConfig) -> Path | None:
 
 
 def _was_resumed_from(folder: RunFolder, world: World, named: Path) -> bool:
-    """Whether an earlier process of this run resumed from this checkpoint of another folder; the same on all ranks."""
-    if named.parent.resolve() == folder.checkpoints.resolve():
+    """Whether an earlier process of this run resumed from this checkpoint, of another folder or in an earlier start of
+    this job; the same on all ranks."""
+    is_own = named.parent.resolve() == folder.checkpoints.resolve()
+    if is_own and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return False
     asked = (record.get("asked") for record in folder.records() if record.get("event") == "resumed")
     return world.from_main(world.is_main and str(named) in asked)

@@ -187,7 +187,9 @@ def test_stopped_while_the_average_is_evaluated(
 
 
 @pytest.mark.slow
-def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits: Path) -> None:
+def test_goes_on_from_a_named_checkpoint_in_a_new_folder(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     assert run(old, digits, "schedule.max_steps=3") == 0
     saved = f"resume={old / 'checkpoints' / 'step_000000003'}"
@@ -203,6 +205,11 @@ def test_goes_on_from_a_named_checkpoint_in_a_new_folder(tmp_path: Path, digits:
         own = f"resume={new / 'checkpoints' / 'step_000000005'}"
         assert run(new, digits, "schedule.max_steps=6", own) == 0
         assert [record["step"] for record in records(new, "train")] == [4, 5, 6]
+    assert len(list((new / "checkpoints").glob("set_aside*"))) == 2
+    # But a job that is requeued has the same command, and goes on.
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run(new, digits, "schedule.max_steps=7", own) == 0
+    assert [record["step"] for record in records(new, "train")] == [4, 5, 6, 7]
     assert len(list((new / "checkpoints").glob("set_aside*"))) == 2
 
 
