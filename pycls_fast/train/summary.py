@@ -37,7 +37,7 @@ def summarise(
     values = summary_values(run, clock, memory, stopped)
     if not _is_complete(run):
         _draw(run)
-        _write_best_weights(run)
+        _write_best_weights(run, values["best"])
         write_page(run, values)
         # Last: it says that everything is there.
         run.folder.write_json("summary.json", values)
@@ -65,8 +65,8 @@ def _draw(run: Run) -> None:
             draw_confusion(counts, run.classes, matrix, run.config.config_name)
 
 
-def _write_best_weights(run: Run) -> None:
-    """Write `best.safetensors`, unless nothing was worth saving."""
+def _write_best_weights(run: Run, best: Mapping[str, Any] | None) -> None:
+    """Write `best.safetensors`, unless nothing was worth saving; say so if they are not those of the `best` record."""
     checkpoint, file = run.folder.checkpoints / BEST, run.folder.path / f"{BEST}.safetensors"
     if not checkpoint.exists():
         # One that is there is of steps that a run which went back has abandoned.
@@ -75,6 +75,10 @@ def _write_best_weights(run: Run) -> None:
     try:
         weights = open_weights(checkpoint.resolve())
         write_weights(file, weights, weights.read())
+        if best is not None and best["step"] != weights.step:
+            # Another `schedule.best_metric` than before, or a checkpoint that could not be written.
+            why = f"no checkpoint is left of step {best['step']:,}, the best by {run.config.schedule.best_metric}"
+            run.display.warn(f"{file.name}: of step {weights.step:,}; {why}")
     except UserError as error:
         run.display.warn(str(error))
 

@@ -188,16 +188,35 @@ def test_step_0_is_saved_although_its_first_checkpoint_could_not_be_written(
     assert step_of((tmp_path / "run" / "checkpoints" / "best").resolve()) == 0
 
 
-@pytest.mark.slow
-def test_the_best_weights_are_not_those_of_abandoned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is there a checkpoint of the best that is left, which was removed when a later one was better."""
-    scores = {3: 80.0, 6: 70.0, 9: 90.0}
+def best_by(scores: dict[int, float]) -> Callable[..., int | None]:
+    """`best_evaluation` by scores of steps."""
 
     def best(evaluations: list[dict[str, Any]], *_: Any) -> int | None:
         steps = [each["step"] for each in evaluations]
         return steps.index(max(steps, key=scores.__getitem__)) if steps else None
 
-    monkeypatch.setattr(validation, "best_evaluation", best)
+    return best
+
+
+@pytest.mark.slow
+def test_best_weights_of_another_step_than_the_best_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another metric than before; the best step by it was not kept."""
+    monkeypatch.setattr(validation, "best_evaluation", best_by({3: 80.0, 6: 70.0, 9: 60.0}))
+    run(tmp_path, "schedule.epochs=3")
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr(validation, "best_evaluation", best_by({3: 10.0, 6: 90.0, 9: 60.0, 12: 50.0}))
+    run(tmp_path, "schedule.epochs=4", "schedule.best_metric=loss")
+    told = "warning: best.safetensors: of step 3; no checkpoint is left of step 6, the best by loss\n"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_not_those_of_abandoned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there a checkpoint of the best that is left, which was removed when a later one was better."""
+    scores = {3: 80.0, 6: 70.0, 9: 90.0}
+    monkeypatch.setattr(validation, "best_evaluation", best_by(scores))
     run(tmp_path, "schedule.epochs=3")
     assert (tmp_path / "best.safetensors").is_file()
     scores[9] = 60.0
