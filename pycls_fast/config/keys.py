@@ -14,7 +14,8 @@ from hydra.errors import OverrideParseException
 
 def _configs() -> Path:
     """The folder `configs/`: beside the package in a clone or its editable install, else inside the package."""
-    package = Path(__file__).parents[1]
+    # Hydra is given folders without symbolic links, and those of the user are told from this one.
+    package = Path(__file__).resolve().parents[1]
     beside = package.parent / "configs"
     # In site-packages another package may have a folder of that name.
     return beside if (beside / "vit_digits.yaml").is_file() else package / "configs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_what_is_written_for_the_command_line_is_read_as_it_was(value: object) -
     """As when a section is given from Python."""
     (parsed,) = OverridesParser.create().parse_overrides([f"key={as_typed(value)}"])
     assert parsed.value() == value
+
+
+def test_a_checkout_behind_a_link_knows_its_own_folder(tmp_path: Path) -> None:
+    """Taken for the user's, it was handed to a ledger's processes in place of that."""
+    (tmp_path / "link").symlink_to(CONFIGS.parent)
+    spec = importlib.util.spec_from_file_location("keys", tmp_path / "link" / "pycls_fast" / "config" / "keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    keys = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keys)
+    assert keys.shown_path(keys.CONFIGS / "vit_digits.yaml") == "configs/vit_digits.yaml"
 
 
 @pytest.mark.parametrize("experiment", ["mine", "vit_digits"])
