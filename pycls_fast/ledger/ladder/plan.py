@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.linalg import hadamard
 
+from pycls_fast.config.compose import ALIASES
 from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.errors import UserError, did_you_mean, refuse
@@ -237,7 +238,9 @@ def _same_key(one: Variant, other: Variant) -> bool:
     """Whether two variants set a key to different values, and neither is a change of the other."""
     if other.name == one.against or one.name == other.against:
         return False
-    values = [{key_of(each): each for each in v.overrides} for v in (one, other)]
+    values = [
+        {ALIASES.get(key := key_of(each), key): each.partition("=")[2] for each in v.overrides} for v in (one, other)
+    ]
     return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 

@@ -66,17 +66,19 @@ def test_alternatives_are_never_on_together_and_children_need_their_parent() -> 
         Variant(name="compile", overrides=("speed.compile=model",)),
         Variant(name="gelu", overrides=("speed.gelu=polynomial", "speed.compile=model"), against="compile"),
         Variant(name="two", overrides=("x=1",), ranks=2),
+        Variant(name="high", overrides=("lr=2",)),
+        Variant(name="low", overrides=("optim.lr=1",)),
     )
     ladder = LADDER.model_copy(update={"variants": variants})
     crossed, alone = planned(ladder)
-    assert crossed[0].names == ("bf16", "fp8", "compile", "gelu")
+    assert crossed[0].names == ("bf16", "fp8", "compile", "gelu", "high", "low")
     assert [family.names for family in alone] == [("two",)]
     halves = [set(on) for pair in crossed[0].pairs for on in pair.on]
-    assert not any({"bf16", "fp8"} <= half for half in halves)
+    assert not any({"bf16", "fp8"} <= half or {"high", "low"} <= half for half in halves)
     assert all("compile" in half for half in halves if "gelu" in half)
     assert all(sum(name in half for half in halves) > 10 for name in crossed[0].names)
     # What the first pairs differ by is chance, not which of the alternatives is on.
-    assert {pair.on for pair in crossed[0].pairs[: crossed[0].pilot]} == {(("bf16", "compile", "gelu"), ())}
+    assert {pair.on for pair in crossed[0].pairs[: crossed[0].pilot]} == {(("bf16", "compile", "gelu", "high"), ())}
     assert alone[0].pairs[3].on == (("two",), ())
 
 
