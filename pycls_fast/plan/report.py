@@ -13,6 +13,12 @@ from pycls_fast.plan.memory_plan import gigabytes
 from pycls_fast.plan.search import Outcome
 
 
+def _with_interval(value: float, interval: Sequence[float]) -> str:
+    """Three digits of each, and all before the point."""
+    text, *ends = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (value, *interval))
+    return f"{text} ({'-'.join(ends)})"
+
+
 @dataclass(frozen=True)
 class Report:
     """The layouts of a run, the best first.
@@ -66,8 +72,8 @@ class Report:
                 "recompute": layout.recompute,
                 **({"precision": layout.precision} if tries_precisions else {}),
                 "memory (state)": f"{gigabytes(each.memory)} ({gigabytes(each.state)})",
-                "images/s (90%)": "{:,.0f} ({:,.0f}-{:,.0f})".format(speed, *found["images_per_second_interval"]),
-                "hours (90%)": "{:.3g} ({:.3g}-{:.3g})".format(found["hours"], *found["hours_interval"]),
+                "images/s (90%)": _with_interval(speed, found["images_per_second_interval"]),
+                "hours (90%)": _with_interval(found["hours"], found["hours_interval"]),
                 "of peak": f"{each.share_of_peak:.1%}",
                 "exchange": f"{each.exchange / each.step:.1%}",
                 "bubble": f"{each.bubble / each.step:.1%}",

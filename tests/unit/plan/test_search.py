@@ -222,6 +222,12 @@ def test_a_report_says_how_sure_it_is_of_hours_and_cost(search: Search, tmp_path
         for name in ("hours", "cost"):
             assert found[f"{name}_interval"] == pytest.approx([found[name] * each for each in interval(what)])
         assert sum(found["memory_parts"].values()) == pytest.approx(found["memory_bytes"])
+    slow = replace(search.outcome(Layout(1, 16)), images=64, step=64 / 1.4)
+    low, high = interval("cpu_seconds")
+    (row,) = Report("", [slow], 100_000, cluster).rows(1)
+    assert row["images/s (90%)"] == f"1.4 ({1.4 / high:.3g}-{1.4 / low:.3g})"
+    hours = 1e5 * slow.step / 3600
+    assert row["hours (90%)"] == f"1,270 ({hours * low:,.0f}-{hours * high:,.0f})"
 
 
 def test_the_hosts_cores_limit_the_speed(search: Search) -> None:
