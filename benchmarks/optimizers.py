@@ -52,9 +52,13 @@ def main() -> None:
     clock = clock_of(parser, options, is_alone=is_alone, use="--threads 1 --device cpu")
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    if options.sharded:
-        sharded(options, device, clock)
-        return
+    text = sharded(options, device, clock) if options.sharded else tables(options, device, clock)
+    if options.out is not None:
+        options.out.write_text("\n".join(text), encoding="utf-8")
+
+
+def tables(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[str]:
+    """Print where it was measured, and the table of each optimizer; returns the same."""
     text = [heading(options, device)]
     print(text[0], flush=True)
     for name in options.optimizers.split(","):
@@ -68,8 +72,7 @@ def main() -> None:
         print(text[-1], flush=True)
         del steps, each
         gc.collect()
-    if options.out is not None:
-        options.out.write_text("\n".join(text), encoding="utf-8")
+    return text
 
 
 def make_steps(name: str, model: str, device: torch.device, *, compiled: bool) -> list[Contender]:
@@ -104,8 +107,10 @@ def make_steps(name: str, model: str, device: torch.device, *, compiled: bool) -
 MANY_SMALL = ("model=vit_h16", "model.width=32", "model.mlp_width=64", "model.heads=2", "data.image_size=32")
 
 
-def sharded(options: argparse.Namespace, device: torch.device, clock: Clock) -> None:
-    """Print the host's time of a whole update on plain tensors, on local shards of fsdp, and on its DTensors."""
+def sharded(options: argparse.Namespace, device: torch.device, clock: Clock) -> list[str]:
+    """Print the host's time of a whole update on plain tensors, on local shards of fsdp, and on its DTensors; returns
+    the same."""
+    text = []
     for name in [name for name in options.optimizers.split(",") if Chosen.choices()[name].elementwise]:
         own = [*MANY_SMALL, f"optim={name}", "data=synthetic", "speed=fast", "precision=fp32"]
         with start_world(device.type, Parallel(name="fsdp")) as world:
@@ -113,10 +118,14 @@ def sharded(options: argparse.Namespace, device: torch.device, clock: Clock) -> 
             ways = ("plain tensors", "local shards", "DTensors")[: 2 if name == "sgd" else 3]
             updates = [_update(way, own, world) for way in ways]
             take_turns(updates, options.rounds, clock, warmup=WARMUP)
-        print(f"### {name}, {options.rounds} rounds\n\n| on | ms (p10 to p90) | times plain |\n|---|---|---|")
+        lines = [f"### {name}, {options.rounds} rounds\n", "| on | ms (p10 to p90) | times plain |", "|---|---|---|"]
         medians = [statistics.median(each.seconds) for each in updates]
         for each, median in zip(updates, medians, strict=True):
-            print(f"| {each.name} | {around_median([1e3 * s for s in each.seconds], 2)} | {median / medians[0]:.2f} |")
+            times = around_median([1e3 * seconds for seconds in each.seconds], 2)
+            lines.append(f"| {each.name} | {times} | {median / medians[0]:.2f} |")
+        text.append("\n".join(lines) + "\n")
+        print(text[-1], flush=True)
+    return text
 
 
 def _update(kind: str, overrides: Sequence[str], world: World) -> Contender:

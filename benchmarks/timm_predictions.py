@@ -25,18 +25,17 @@ CLASSES = 1000
 
 
 def ours(weights: Path, name: str, images: list[Path], folder: Path) -> list[tuple[int, float]]:
-    """(class, probability) of each image, by the tool. The classes in which the images lie say nothing."""
-    for label in range(CLASSES):
-        (folder / f"images/{label:03d}").mkdir(parents=True)
-    links = [folder / f"images/{number % CLASSES:03d}/{number:04d}{file.suffix}" for number, file in enumerate(images)]
-    for link, file in zip(links, images, strict=True):
-        link.symlink_to(file)
+    """(class, probability) of each image, by the tool. The labels in its table say nothing."""
+    (folder / "classes.txt").write_text("".join(f"{label}\n" for label in range(CLASSES)))
+    with (folder / "images.csv").open("w", newline="") as table:
+        csv.writer(table).writerows([("path", "label"), *((file, 0) for file in images)])
     command = [sys.executable, str(ROOT / "tools/test_net.py"), "--config-name", "finetune", f"weights={weights}",
-               f"model={name}", "data.root=images", "split=all", "precision=fp32", "predictions=seen.csv"]  # fmt: skip
+               f"model={name}", "data.source=manifest", "data.root=images.csv", "split=all", "precision=fp32",
+               "predictions=seen.csv"]  # fmt: skip
     subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     with (folder / "seen.csv").open() as lines:
-        rows = {Path(row["image"]).name: row for row in csv.DictReader(lines)}
-    return [(int(rows[link.name]["predicted"]), float(rows[link.name]["probability"])) for link in links]
+        rows = {row["image"]: row for row in csv.DictReader(lines)}
+    return [(int(rows[str(file)]["predicted"]), float(rows[str(file)]["probability"])) for file in images]
 
 
 @torch.no_grad()

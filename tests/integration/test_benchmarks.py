@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
-from tests.factories import script
+from tests.factories import photographs, script
 
 gpu, memory_plan = script("gpu"), script("memory_plan")
 
@@ -171,3 +173,25 @@ def test_all_pipelines_load_as_many_images(
     monkeypatch.setattr(pipeline, "deque", lambda found, maxlen: sum(1 for _ in found))
     arms = pipeline.pipelines(options, files, pipeline.pack_copies(files, tmp_path), training=training)
     assert {arm.name: arm.step() for arm in arms} == dict.fromkeys((arm.name for arm in arms), batches)
+
+
+@pytest.mark.slow
+def test_predictions_of_a_few_images_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer than there are classes."""
+    save_file(timm.create_model("test_vit").state_dict(), tmp_path / "mine.safetensors")
+    photographs(tmp_path / "images", ("a", "b"), 2, sides=(170, 200))
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "mine.safetensors"), "test_vit", str(tmp_path / "images")])
+    script("timm_predictions").main()
+    assert capsys.readouterr().out.startswith("4 of 4 classes are timm's; their probabilities differ by at most ")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_the_table_of_sharded_optimizers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(gpu.__file__).parent)
+    given = ["--sharded", "--rounds", "1", "--optimizers", "sgd", "--out", str(tmp_path / "page.md")]
+    monkeypatch.setattr("sys.argv", ["", *given])
+    script("optimizers").main()
+    assert (tmp_path / "page.md").read_text().startswith("### sgd, 1 rounds\n\n| on |")
