@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from pycls_fast.data.source import Files
 from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
-from pycls_fast.errors import UserError, first_few, one_of, refusing
+from pycls_fast.errors import UserError, first_few, is_first_of_node, one_of, refusing
 from pycls_fast.reading import IMAGE_BYTES, open_file, read_bytes
 
 
@@ -72,6 +73,11 @@ def open_hub(name: str, data: Files, image_column: str | None, hub_config: str |
             # The first validation split, else a test split, which is left out if it has no labels.
             other = next((own for own in SPLIT_OF if own in loaded and SPLIT_OF[own] != "train"), None)
             named |= {} if other is None else {SPLIT_OF[other]: other}
+            if other is None and len(loaded) > 1 and is_first_of_node():
+                rest = first_few(sorted(loaded.keys() - {"train"}))
+                print(
+                    f"note: {name}: splits that are not read: {rest}; data.val=NAME validates on one", file=sys.stderr
+                )
         for own, split in named.items():
             one_of(f"data.{own}", split, sorted(loaded))
             where, is_test = f"{name} ({split})", own == "test"

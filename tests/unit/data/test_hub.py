@@ -14,6 +14,7 @@ import pytest
 from tests.unit.data.layouts import (
     CLASSES,
     expected,
+    hub_datasets,
     make_content,
     mistake,
     opened,
@@ -130,6 +131,17 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert samples_of(source) == expected(CONTENT["train"][::-1])
     splits = opened("hub", tmp_path / "one", val_fraction=0.25)
     assert len(splits["train"]) + len(splits["val"]) == len(CONTENT["train"])
+
+
+def test_splits_of_other_names_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = hub_datasets(CONTENT).values()
+    datasets.DatasetDict({"train": train, "holdout": val, "eval": val}).save_to_disk(str(tmp_path / "known"))
+    assert len(opened("hub", tmp_path / "known")["val"]) == len(CONTENT["val"])
+    datasets.DatasetDict({"train": train, "holdout": val}).save_to_disk(str(tmp_path / "other"))
+    assert len(opened("hub", tmp_path / "other", val="holdout")["val"]) == len(CONTENT["val"])
+    assert "note" not in capsys.readouterr().err
+    assert sum(map(len, opened("hub", tmp_path / "other").values())) == len(CONTENT["train"])
+    assert "other: splits that are not read: holdout; data.val=NAME" in capsys.readouterr().err
 
 
 def test_names_and_revisions_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
