@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +95,21 @@ def _of_timm(name: str) -> dict[str, Any]:
     return {**MODELS[preset], "distillation_token": True} if preset else {"kind": "timm", "name": name}
 
 
+def _of_file(file: str) -> dict[str, Any] | None:
+    """The model after which a file is named; None if there is none."""
+    # torch's hub adds a part of the file's hash: resnet50-11ad3fa6.pth.
+    name = re.sub(r"-[0-9a-f]{8}$", "", file.partition(".")[0])
+    preset = MODELS.get(_TORCHVISION.get(name, name))
+    if preset is not None:
+        return dict(preset)
+    import timm
+
+    return _of_timm(name) if timm.is_model(name) else None
+
+
 def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], Any]:
     """The section `model` for what `weights` names: timm's or torchvision's name, a run or what it saved, or a file
-    named as a timm model (tf_efficientnet_lite0.safetensors); and the size of the images of a run.
+    named as a model (tf_efficientnet_lite0.safetensors, resnet50-11ad3fa6.pth); and the size of the images of a run.
 
     `of_weights` itself counts for weights that do not say it. The keys that are `kept` stay as they are.
     """
@@ -117,10 +130,8 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
         found = dict(preset)
     elif weights and (saved := saved_at(path, around=False)) is not None:
         found, size = {**saved.values["model"], "num_classes": None}, saved.values["data"]["image_size"]
-    elif path.is_file() and (name := path.name.partition(".")[0]) not in MODELS:
-        import timm
-
-        found = _of_timm(name) if timm.is_model(name) else None
+    elif path.is_file():
+        found = _of_file(path.name)
     if found is None:
         return given, None
     return {**found, **{key: value for key, value in given.items() if key in kept}}, size
