@@ -10,7 +10,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -92,13 +92,19 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
         if split != "train":
             flat = None if name in nested else _flat_validation(root / name, train.classes)
             opened[split] = flat or scan(root / name)
-    rest = (name for name in folders if name not in parts.values() and os.access(root / name, os.R_OK))
-    others = [name for name in rest if not set(train.classes).isdisjoint(subfolders(root / name))]
-    # Once per node: each rank opens the dataset.
-    if others and is_first_of_node():
-        read = ", ".join(parts.values())
-        print(f"note: {root}: read are the class folders in {read}, not those in {first_few(others)}", file=sys.stderr)
+    if is_first_of_node():
+        # Those that hold no folders may hold 100,000 files, as ImageNet's test/ does.
+        others = set(folders) - set(parts.values()) - (set(names.values()) - nested)
+        readable = (name for name in sorted(others) if os.access(root / name, os.R_OK))
+        unread = [name for name in readable if not set(train.classes).isdisjoint(subfolders(root / name))]
+        _note_class_folders(root, parts.values(), unread)
     return opened
+
+
+def _note_class_folders(root: Path, read: Iterable[str], unread: Sequence[str]) -> None:
+    if unread:
+        places = f"{', '.join(read)}, not those in {first_few(unread)}"
+        print(f"note: {root}: read are the class folders in {places}", file=sys.stderr)
 
 
 def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileImages:
