@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
+from pycls_fast.config.of_weights import SOURCES
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.sizes import misfits
 from pycls_fast.data.source import Files
@@ -363,11 +364,10 @@ def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator
 
 def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     fine_tunes = config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
-    sources = "a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
     # A resumed run has its weights in its checkpoint.
     needs_weights = purpose.scores or (purpose.trains and config.resume in ("auto", "never") and fine_tunes)
     if config.weights is None and needs_weights:
-        yield "weights", f"not set; give {sources} as weights=SOURCE"
+        yield "weights", f"not set; give {SOURCES} as weights=SOURCE"
     name = config.data.eval_set
     if not purpose.scores_sets and name is not None:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"
@@ -381,4 +381,4 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         if ":" in weights or weights_at(user_path(weights)) is not None:
             yield "data.root", f"not set; give {folder} as data=PATH"
         else:
-            yield "weights", f"there are none at {weights}; give {sources}"
+            yield "weights", f"there are none at {weights}; give {SOURCES}"

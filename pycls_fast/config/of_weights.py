@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.files import EXPORTED, STATE, exists, user_path, weights_at
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.reading import (
@@ -80,6 +80,8 @@ def saved_in_run(run_dir: Path) -> SavedConfig:
     return SavedConfig(_read(read_yaml, file), file)
 
 
+SOURCES = "a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
+"""What `weights` takes, for messages."""
 OF_WEIGHTS = "of_weights"
 """The option of the group `model` with which `weights` chooses the model."""
 
@@ -112,6 +114,9 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
     named as a model (tf_efficientnet_lite0.safetensors, resnet50-11ad3fa6.pth); and the size of the images of a run.
 
     `of_weights` itself counts for weights that do not say it. The keys that are `kept` stay as they are.
+
+    Raises:
+        UserError: a path has no weights: the keys would not fit another model.
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     path = user_path(weights)
@@ -133,5 +138,7 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
     elif path.is_file():
         found = _of_file(path.name)
     if found is None:
+        if weights and ":" not in weights and weights_at(path) is None:
+            refuse([f"weights: there are none at {weights}; give {SOURCES}"])
         return given, None
     return {**found, **{key: value for key, value in given.items() if key in kept}}, size

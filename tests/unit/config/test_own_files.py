@@ -167,8 +167,11 @@ def test_what_a_file_says_of_the_model_of_weights_counts(tool: Tool, tmp_path: P
 def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder of runs" / "run").mkdir(parents=True)
     weights = tmp_path / name
-    status, lines, _ = tool(f"weights='{weights}'", default="", config_of_weights=True)
-    assert (status, [line.partition(";")[0] for line in lines]) == (2, [f"error: weights: there are none at {weights}"])
+    # The second would not fit the model that is built without weights.
+    for more in ([], ["data.image_size=100"]):
+        status, lines, _ = tool(f"weights='{weights}'", *more, default="", config_of_weights=True)
+        assert [line.partition(";")[0] for line in lines] == [f"error: weights: there are none at {weights}"]
+        assert status == 2
 
 
 def test_several_runs_leave_nothing_of_hydras_behind(tool: Tool, tmp_path: Path) -> None:
