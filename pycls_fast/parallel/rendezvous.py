@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -140,14 +141,20 @@ def connect(timeout: timedelta = timedelta(seconds=300)) -> dist.Store:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
+# How often this process has asked for the first value of a name.
+_asked: Counter[str] = Counter()
+
+
 def first_of_launch(name: str, value: str) -> tuple[str, bool]:
     """The first value given under a name since torchrun started, and whether earlier processes gave it.
 
-    Without torchrun it is `value`. One rank calls this.
+    If this process asks again it is the first value of the second time, and so on: equal runs of a sweep differ, and
+    processes that are started again ask in the same order. Without torchrun it is `value`. One rank calls this.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return value, False
-    first = connect().compare_set(f"pycls_fast/{name}", "", value).decode()
+    _asked[name] += 1
+    first = connect().compare_set(f"pycls_fast/{name}/{_asked[name]}", "", value).decode()
     return first, first != value
 
 

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,13 +18,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.files import atomic_write
 from pycls_fast.ledger.measure.numerics import count_gradients, measure_numerics
-from pycls_fast.train.folder import RunFolder, output_file, write_json
+from pycls_fast.train.folder import RunFolder, choose_run_dir, output_file, write_json
 from pycls_fast.train.saved_weights import Weights
 from pycls_fast.train.tasks import score as scoring
 from pycls_fast.train.tasks.lr_range import lr_range_test
@@ -166,6 +168,22 @@ TOOLS: dict[str, Callable[[RunConfig, str], int]] = {
     "numerics": lambda config, output: measure_numerics(config, steps=1, output=output),
     "gradients": lambda config, output: count_gradients(config, steps=1, warmup_steps=0, loss_scale=1.0, output=output),
 }
+
+
+def test_equal_runs_of_a_launch_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sweep over a seed that is listed twice; ranks that torchrun starts again find the folders again."""
+    store, config = dist.HashStore(), config_of()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr("pycls_fast.parallel.rendezvous.connect", lambda: store)
+    monkeypatch.chdir(tmp_path)
+    processes = []
+    for _ in range(2):
+        monkeypatch.setattr("pycls_fast.parallel.rendezvous._asked", Counter())
+        processes.append([choose_run_dir(config, "") for _ in range(2)])
+    (first, second), again = processes
+    assert first[0] != second[0]
+    assert [restarted for _, restarted in (first, second, *again)] == [False, False, True, True]
+    assert [path for path, _ in again] == [first[0], second[0]]
 
 
 def test_folders_are_made_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
