@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from pycls_fast.speed import Speed
 from pycls_fast.values import AUTO, Size
 
 Format = Literal["fp32", "amp_bf16"]
+_Clock = Callable[[], float]
 
 # A race has as many images as the run, or as this number of operations allows: a step in float32 then takes a fraction
 # of a second. With fewer images, the cast of the weights hides what the products gain: a ViT-S of 64 pixels is 1.1
@@ -118,16 +119,18 @@ def _measure(config: RunConfig) -> Race:
         # Before the formats: beside another process, times with too many threads say nothing.
         threads = _number_of_threads(products, threads) if free else threads
         torch.set_num_threads(threads)
+        # One thread's own time, which other work on its core does not lengthen; several wait for each other.
+        clock = time.thread_time if threads == 1 else time.perf_counter
         fp32 = bf16 = rest = 0.0
         for product in products:
             if _is_hopeless(fp32, bf16):
-                rest += _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16")
+                rest += _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16", clock)
             else:
-                fp32 += _seconds(product, "fp32")
-                bf16 += _seconds(product, "amp_bf16")
+                fp32 += _seconds(product, "fp32", clock)
+                bf16 += _seconds(product, "amp_bf16", clock)
         seconds = min(fp32, bf16) + rest
         if flops <= _WHOLE_FLOPS and not _is_hopeless(fp32, bf16):
-            fp32, bf16 = _time_network(config, images)
+            fp32, bf16 = _time_network(config, images, clock)
             seconds = min(fp32, bf16)
     finally:
         torch.set_num_threads(before)
@@ -147,7 +150,7 @@ def _number_of_threads(products: Sequence[_Product], most: int) -> int:
     for _ in range(_ROUNDS if len(candidates) > 1 else 0):
         for threads in candidates:
             torch.set_num_threads(threads)
-            seconds = sum(_seconds(product, "fp32") for product in products[:_FEW])
+            seconds = sum(_seconds(product, "fp32", time.perf_counter) for product in products[:_FEW])
             least[threads] = min(least[threads], seconds)
     fastest = min(candidates, key=least.__getitem__)
     return fastest if least[fastest] * _THREADS_GAIN < least[most] else most
@@ -191,7 +194,7 @@ def _filled(layer: nn.Module) -> nn.Module:
     return copy
 
 
-def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
+def _time_network(config: RunConfig, images: int, clock: _Clock) -> tuple[float, float]:
     """Seconds of the whole network in both formats.
 
     EfficientNet-Lite0's products are 1.4 times as fast in bfloat16 on an AVX-512 BF16 machine, its depthwise
@@ -203,7 +206,7 @@ def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     inputs, fp32, bf16 = _inputs((images, 3, *config.data.image_size)), float("inf"), float("inf")
     for position in range(1 + _ROUNDS):
         # In turns, because other work on these cores slows down one pass or another; the first ones prepare kernels.
-        seconds = _pass(network, inputs, "fp32"), _pass(network, inputs, "amp_bf16")
+        seconds = _pass(network, inputs, "fp32", clock), _pass(network, inputs, "amp_bf16", clock)
         if position > 0:
             fp32, bf16 = min(fp32, seconds[0]), min(bf16, seconds[1])
             if _is_hopeless(fp32, bf16):
@@ -211,11 +214,11 @@ def _time_network(config: RunConfig, images: int) -> tuple[float, float]:
     return fp32, bf16
 
 
-def _seconds(product: _Product, form: Format) -> float:
+def _seconds(product: _Product, form: Format, clock: _Clock) -> float:
     """The fastest of a few passes, after one that also prepares the kernels, times the layers of this shape."""
     inputs, best, start = _inputs(product.input_shape), float("inf"), time.perf_counter()
     for position in range(1 + _REPEATS):
-        seconds = _pass(product.layer, inputs, form)
+        seconds = _pass(product.layer, inputs, form, clock)
         if position > 0:
             best = min(best, seconds)
             if time.perf_counter() - start > _SECONDS_EACH:
@@ -230,11 +233,11 @@ def _inputs(shape: tuple[int, ...]) -> Tensor:
     return inputs.requires_grad_(True)
 
 
-def _pass(layer: nn.Module, inputs: Tensor, form: Format) -> float:
+def _pass(layer: nn.Module, inputs: Tensor, form: Format, clock: _Clock) -> float:
     """Seconds of a pass forwards and, with gradients, backwards."""
-    began = time.perf_counter()
+    began = clock()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=form == "amp_bf16"):
         out = layer(inputs)
     if torch.is_grad_enabled():
         out.backward(out.detach())
-    return time.perf_counter() - began
+    return clock() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def no_races_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(monkeypatch: pytest.MonkeyPatch, fp32: float, bf16: float, *, of_two_threads: float = 1.0) -> list[str]:
     asked: list[str] = []
 
-    def seconds(layer: Any, inputs: Any, form: str) -> float:
+    def seconds(layer: Any, inputs: Any, form: str, clock: Any) -> float:
         asked.append(form)
         slower = of_two_threads if torch.get_num_threads() > 1 else 1.0
         return slower * (fp32 if form == "fp32" else bf16)
@@ -155,7 +156,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
     """Few enough not to be noticed, and the largest ones first."""
     experiment, *overrides = name.split()
     passes: list[Any] = []
-    monkeypatch.setattr(module, "_pass", lambda layer, inputs, form: passes.append(layer) or 1e-3)
+    monkeypatch.setattr(module, "_pass", lambda layer, inputs, form, clock: passes.append(layer) or 1e-3)
     config = config_of("data.root=/nowhere", "data.image_size=64", *overrides, name=experiment)
     found = race(config)
     assert found.ratio == pytest.approx(1.0)
@@ -171,7 +172,7 @@ def test_a_race_is_run_on_the_models_own_products(monkeypatch: pytest.MonkeyPatc
 def test_other_work_during_a_pass_does_not_choose_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     of_network: list[str] = []
 
-    def seconds(layer: Any, inputs: Any, form: str) -> float:
+    def seconds(layer: Any, inputs: Any, form: str, clock: Any) -> float:
         if isinstance(layer, Network):
             of_network.append(form)
         # The first float32 pass that counts is beside other work, and the second one in bfloat16.
@@ -180,6 +181,18 @@ def test_other_work_during_a_pass_does_not_choose_the_format(monkeypatch: pytest
 
     monkeypatch.setattr(module, "_pass", seconds)
     assert race(config_of("precision=auto")).format == "fp32"
+
+
+def test_one_thread_races_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest products take a few milliseconds: one that another process interrupts seems hopeless."""
+
+    def seconds(layer: Any, inputs: Any, form: str, clock: Any) -> float:
+        interrupted = form == "fp32" and clock is time.perf_counter
+        return (1.0 if form == "fp32" else 2.0) * (12.0 if interrupted else 1.0)
+
+    monkeypatch.setattr(module, "_pass", seconds)
+    found = race(config_of("precision=auto", "runtime.threads=1"))
+    assert (found.format, found.ratio) == ("fp32", 0.5)
 
 
 @pytest.mark.parametrize("training", [True, False])
