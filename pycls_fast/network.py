@@ -22,8 +22,8 @@ class Network(nn.Module):
 
     @property
     def head_name(self) -> str:
-        """Qualified name of the final linear layer: the last one, if this is not replaced."""
-        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear)][-1]
+        """Qualified name of the linear layer that gives the logits: the last one, if this is not replaced."""
+        return ["", *(name for name, module in self.named_modules() if isinstance(module, nn.Linear))][-1]
 
     def last_layer(self) -> nn.Linear:
         layer = self.get_submodule(self.head_name)

@@ -146,6 +146,20 @@ def test_a_model_that_names_no_blocks(override: str, line: str) -> None:
         build.model(config, 10, build.switches(config, torch.device("cpu")))
 
 
+@pytest.mark.parametrize(
+    ("head", "used"),
+    [
+        ("nn.Conv2d(width, classes, 1)", "head(self.norm(self.stem(images_BCHW)).relu()).mean((2, 3))"),
+        ("nn.Linear(width, 5 * classes)", "head(self.norm(self.stem(images_BCHW)).relu().mean((2, 3)))[:, ::5]"),
+    ],
+)
+def test_a_model_without_a_linear_head(here: Path, head: str, used: str) -> None:
+    text = FILES["my_model"].replace("nn.Linear(width, classes)", head)
+    (here / "my_model.py").write_text(re.sub(r"head\(self\.norm.*", used, text))
+    with pytest.raises(UserError, match=r"^model\.kind: tiny needs a linear layer that gives its 10 logits: the last"):
+        build.model(load_config("vit_digits", [*CHOSEN["my_model"], "imports=[my_model]"]), 10, Speed())
+
+
 def test_a_model_of_one_image_size(here: Path) -> None:
     text = FILES["my_model"].replace(".mean((2, 3))", ".flatten(1)")
     (here / "my_model.py").write_text(text.replace("nn.Linear(width,", "nn.Linear(64 * width,"))

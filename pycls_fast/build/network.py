@@ -75,7 +75,7 @@ def model(config: RunConfig, classes: int, switches: Speed, *, empty: bool = Fal
     with torch.device("meta") if empty else nullcontext():
         torch.manual_seed(counter_seed(config.seed, _INITIALISATION))
         network = build(classes, config.data.image_size, **own)
-    _check(config, network)
+    _check(config, network, classes)
     return network
 
 
@@ -109,9 +109,16 @@ def place(config: RunConfig, network: Network, world: World, switches: Speed) ->
     return place_model(network, world, memory_format="contiguous" if sharded else switches.memory_format)
 
 
-def _check(config: RunConfig, network: Network) -> None:
-    """Refuse settings that the network, which is known only now, does not take."""
+def _check(config: RunConfig, network: Network, classes: int) -> None:
+    """Refuse a network without a head, and settings that the network, which is known only now, does not take."""
     by_hand, name, wrong = config.speed.by_hand, config.model.called, []
+    head = network.get_submodule(network.head_name)
+    # One that was given has been looked at, and may have more outputs.
+    if not isinstance(network, GivenNetwork) and getattr(head, "out_features", None) != classes:
+        wrong.append(
+            f"model.kind: {name} needs a linear layer that gives its {classes} logits: the last one, or the one that "
+            "its head_name names"
+        )
     has_none = f"works on repeated blocks, and {name} has none; use"
     recompute, decay = by_hand.get("recompute", "off"), config.optim.layer_decay
     if recompute != "off" and not network.units():
