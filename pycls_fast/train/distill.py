@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.of_weights import of_weights
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import refusing
+from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
@@ -67,17 +68,26 @@ class Distillation:
 
 def build_distillation(config: RunConfig, data: Images, world: World, switches: Speed) -> Distillation | None:
     """The distillation that the configuration asks for, in the run's precision; None without a teacher."""
-    settings = config.distill
-    if settings.teacher is None:
+    if config.distill.teacher is None:
         return None
-    saved = open_source(settings.teacher, world).config
-    values = config.model_dump(mode="json") | {"weights": settings.teacher, "weights_allow": []}
+    try:
+        return _build(config, config.distill.teacher, data, world, switches)
+    except UserError as error:
+        # Of two kinds of weights.
+        refuse(re.sub("^weights: ", "distill.teacher: ", line) for line in error.lines)
+        raise
+
+
+def _build(config: RunConfig, source: str, data: Images, world: World, switches: Speed) -> Distillation:
+    settings = config.distill
+    saved = open_source(source, world).config
+    values = config.model_dump(mode="json") | {"weights": source, "weights_allow": []}
     values["model"] = of_weights(values, ())[0] if saved is None else saved["model"]
-    its_own = statistics(settings.teacher, world, model=values["model"].get("name"))
+    its_own = statistics(source, world, model=values["model"].get("name"))
     mean, std = its_own or (config.data.mean, config.data.std)
     # No rank has only a part of it, and switches that were set for the other network need not suit it.
-    its_config = validate_saved(values | {"parallel": {"name": "single"}, "speed": {}}, settings.teacher)
-    with refusing(f"distill.teacher: {settings.teacher} does not take {config.data.image_size} px images", ValueError):
+    its_config = validate_saved(values | {"parallel": {"name": "single"}, "speed": {}}, source)
+    with refusing(f"distill.teacher: {source} does not take {config.data.image_size} px images", ValueError):
         teacher, _, _ = load_network(its_config, data, world, switches, for_training=False)
     like = next(teacher.parameters())
     channels = [config.data.mean, config.data.std, mean, std]

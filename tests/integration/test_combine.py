@@ -181,6 +181,8 @@ def test_a_run_with_a_teacher(words: list[str], tmp_path: Path) -> None:
     torch.testing.assert_close(target, teacher.classifier.network(its), rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"^distill.teacher: .*teacher does not take 9 px images \(image_size has to"):
         own_and_its_target([*given, "data.image_size=9", "model.patch_size=3"])
+    with pytest.raises(UserError, match=r"^distill.teacher: .*nowhere is neither a weights file nor a run folder"):
+        own_and_its_target([*given, f"distill.teacher={tmp_path / 'nowhere'}"])
 
 
 @pytest.mark.slow
