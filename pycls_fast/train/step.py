@@ -109,6 +109,10 @@ class Step:
         self.weights.copy_to_model()
         return grad_norm
 
+    def labels(self, batch: Batch) -> Tensor:
+        """A microbatch's labels as `Targets` has them: where images have several, one value per class."""
+        return batch.labels_B if self.sets_LK is None else self.sets_LK[batch.labels_B]
+
     def inputs(self, step: int, position: int, batch: Batch) -> tuple[Tensor, Targets]:
         """A microbatch as the network and the loss get it; the same each time that it is called."""
         # Drop-path, mixing and erasing depend on where in the run they happen, not on what ran before.
@@ -118,7 +122,7 @@ class Step:
         lam = batch.lam
         if lam is None and self.mixer is not None:
             images_BCHW, lam = self.mixer(images_BCHW, seed)
-        labels_B = batch.labels_B if self.sets_LK is None else self.sets_LK[batch.labels_B]
+        labels_B = self.labels(batch)
         if lam is None or lam == 1.0:
             return images_BCHW, Targets(labels_B)
         return images_BCHW, Targets(labels_B, labels_B.roll(1, 0), lam)

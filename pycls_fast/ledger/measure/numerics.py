@@ -103,16 +103,16 @@ def errors(step: Step, network: nn.Module, exact: nn.Module, probe: Batch) -> di
     function; a compiled network is compiled again for it. All gradients are None afterwards.
     """
     exact.load_state_dict(step.weights.state_dict())
-    images_BCHW = step.prepare(probe)
+    images_BCHW, labels_B = step.prepare(probe), step.labels(probe)
     was_training = network.training
     network.eval()
     exact.eval()
     try:
-        exact_logits_BK = _exact_pass(exact, step.loss, images_BCHW, probe.labels_B)
+        exact_logits_BK = _exact_pass(exact, step.loss, images_BCHW, labels_B)
         # Compiled if the step is, unlike other evaluations: the compiler's rounding belongs to the setting.
         with step.autocast():
             logits_BK = network(images_BCHW)
-        step.scaler.scale(step.loss(logits_BK, Targets(probe.labels_B))).backward()
+        step.scaler.scale(step.loss(logits_BK, Targets(labels_B))).backward()
     finally:
         network.train(was_training)
     scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0

@@ -160,6 +160,19 @@ def test_float64_in_chunks_is_the_same(name: str, loss: str, digits: Path, monke
     assert found[0]["gradient_error"] < 1e-4
 
 
+def test_images_with_several_labels(digits: Path) -> None:
+    """Each label is a set of classes, and there are more sets than classes."""
+    config = config_of(*SMALL, f"data.root={digits}", "precision=fp32", "loss=bce")
+    switches = build.switches(config, ALONE.device)
+    network, exact = (randomise(build.model(config, 10, switches)).float() for _ in range(2))
+    step = make_step(config, network, ALONE, switches, steps_per_epoch=4)
+    step.sets_LK = torch.rand(40, 10).round()
+    probe = synthetic_batch(8, config.data.image_size, 40, erase_probability=0.0, seed=0, device=ALONE.device)
+    assert int(probe.labels_B.max()) >= 10
+    found = errors(step, network, exact.double(), probe)
+    assert 0 < found["gradient_error"] < 1e-4
+
+
 CPU = torch.device("cpu")
 
 
