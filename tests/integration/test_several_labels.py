@@ -20,6 +20,7 @@ from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.errors import UserError
 from pycls_fast.inference.predict import predict
 from pycls_fast.ledger.compare import read_run_files, why_not_paired
+from pycls_fast.ledger.measure.timing import time_variants
 from pycls_fast.ledger.runs import list_runs
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.tasks.combine import calibrate, soup
@@ -173,6 +174,14 @@ def test_ranks_train_and_score_as_one_process(table: Path, tmp_path: Path) -> No
     (one,), (two,) = (records(tmp_path / name, "eval") for name in ("one", "two"))
     for name in ("map", "f1", "loss", "count"):
         assert two[name] == pytest.approx(one[name], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_steps_are_timed_with_and_without_images(table: Path, tmp_path: Path) -> None:
+    config = load_config("vit_digits", words(table, "loss=bce", "loss.label_smoothing=0"))
+    output = str(tmp_path / "times.json")
+    counts = {"steps": 1, "warmup_steps": 1, "repeats": 1, "matmul_size": 64}
+    assert time_variants([("several", config)], mode="all", output=output, **counts) == 0
 
 
 def test_neighbours_are_refused(run: pycls_fast.Trained) -> None:

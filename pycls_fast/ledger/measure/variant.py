@@ -119,12 +119,14 @@ class TimedVariant:
         config, switches, world = self.config, self.switches, self.world
         network = build.place(config, build.trained_model(config, self.classes, switches, world), world, switches)
         step = make_step(config, network, world, switches, self._steps_per_epoch)
+        step.sets_LK = build.label_sets(config, self.sources["train"], world.device)
+        labels = self.classes if step.sets_LK is None else len(step.sets_LK)
         self.trainer = Trainer(step, world, switches)
         microbatch, host = build.microbatch_size(config, world), build.prepare_on_host(config, switches)
 
         def batch(count: int, size: Size, which: int, **more: Any) -> Batch:
             seed = counter_seed(config.seed, which, world.data_rank)
-            return synthetic_batch(count, size, self.classes, seed=seed, device=world.device, **more)
+            return synthetic_batch(count, size, labels, seed=seed, device=world.device, **more)
 
         if "train" in parts:
             size, erase = config.data.training_image_sizes[0], config.augment.erase_probability
