@@ -160,7 +160,11 @@ def _scan(root: Path) -> Index:
     note_unread(root, unread)
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
-        raise UserError(f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}")
+        # With `data=.` the new folder of the run itself, which the user cannot see: it is removed again.
+        raise UserError(
+            f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}; remove it, or, if a "
+            "run is in it, give run_dir=PATH outside of the classes"
+        )
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
     return Index(Texts.of(names), Labels(tuple(classes), labels), stamp)
