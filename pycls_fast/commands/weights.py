@@ -117,7 +117,8 @@ class ExportVerb(Verb, default=None):
     parameter names; weights=FILE loads them here; timm: a folder that timm.create_model('local-dir:FOLDER',
     pretrained=True) opens, with a model card; onnx: FILE.onnx, images (B, C, H, W) as bytes -> logits (pip install
     'pycls_fast[onnx]'), and run_onnx.py beside it, which reads images for it; with the same input and output openvino:
-    FILE.xml and FILE.bin (pip install 'pycls_fast[openvino]'), and program: FILE.pt2 of torch.export."""
+    FILE.xml and FILE.bin (pip install 'pycls_fast[openvino]'), which OpenVINO runs in bfloat16 where the CPU can unless
+    it is compiled with INFERENCE_PRECISION_HINT=f32, and program: FILE.pt2 of torch.export."""
     which: Which = "auto"
     """auto: the average of the weights if there is one."""
     dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
