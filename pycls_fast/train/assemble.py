@@ -211,6 +211,7 @@ class ShortTraining(Parts):
     display: Display
     metrics: TrainMetrics
     file: Path
+    damaged: DamagedImages
     batches: Iterator[Batch]
     done: int = field(default=0, init=False)
 
@@ -239,6 +240,12 @@ def short_training(
         with closing(batches):
             metrics = TrainMetrics(world.device, read=parts.switches.metrics)
             yield ShortTraining(
-                **vars(parts), world=world, display=display, metrics=metrics, file=file, batches=batches
+                **vars(parts),
+                world=world,
+                display=display,
+                metrics=metrics,
+                file=file,
+                damaged=damaged,
+                batches=batches,
             )
         damaged.report()

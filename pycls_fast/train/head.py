@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data.sources.base import Subset
+from pycls_fast.network import Network
 from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
+from pycls_fast.train.evaluate import Scorer
 from pycls_fast.train.features import collect_features, knn_votes, voted_places
-from pycls_fast.train.run_state import Run
+from pycls_fast.train.run_state import Parts
 
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
 # the class means, to one that separates most sets completely.
@@ -36,31 +38,34 @@ _NEIGHBOURS, _TEMPERATURE = 20, 0.07
 _ABSENT = -20.0
 
 
-def fit_head(run: Run, after_batch: Callable[[], None], check: Callable[[], None]) -> None:
+Report = Callable[..., None]
+"""Gets a line and, by their names, numbers."""
+
+
+def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Report) -> None:
     """Fit the head to the training images' features and write it into the network; all ranks call this.
 
-    `after_batch` is called after each batch on every rank, `check` by the main rank alone while it fits; both may
-    raise.
+    The `scorer` computes the features; `check`, which may raise, and `report` are called by the main rank alone, while
+    it fits and at the end.
     """
-    step, network, train = run.step, run.network, run.sources["train"]
+    step, network, train, world = parts.step, parts.network, parts.sources["train"], scorer.world
     if len(train) > _MOST_IMAGES:
-        train = Subset(train, np.sort(_some(train.labels, run.config.seed)))
+        train = Subset(train, np.sort(_some(train.labels, parts.config.seed)))
 
     def go_on() -> None:
         check()
-        run.world.at("fitting the head")
-        run.world.from_main(BUSY)
+        world.at("fitting the head")
+        world.from_main(BUSY)
 
-    scorer = run.scorer(after_batch)
     features_ND, labels_N = collect_features(scorer, network, train, "train")
     if step.sets_LK is not None:
         true_NK = step.sets_LK.cpu()[labels_N]
-        fitted = on_main(run.world, lambda: _fit_classes(run, features_ND, true_NK, go_on))
+        fitted = on_main(world, lambda: _fit_classes(network, features_ND, true_NK, go_on, report))
     else:
-        held_ND, held_N = collect_features(scorer, network, run.sources["val"], "val")
+        held_ND, held_N = collect_features(scorer, network, parts.sources["val"], "val")
         if len(labels_N.unique()) == 1:
             return
-        fitted = on_main(run.world, lambda: _fit_head(run, features_ND, labels_N, held_ND, held_N, go_on))
+        fitted = on_main(world, lambda: _fit_head(network, features_ND, labels_N, held_ND, held_N, go_on, report))
     state = step.weights.state_dict()
     with torch.no_grad():
         for parameter, values in zip(("weight", "bias"), fitted, strict=True):
@@ -78,34 +83,40 @@ def _some(labels: np.ndarray, seed: int) -> np.ndarray:
     return order[np.concatenate([firsts, np.setdiff1d(np.arange(len(labels)), firsts)])[:_MOST_IMAGES]]
 
 
-def _fit_classes(run: Run, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor]:
-    """The head's weight and bias where images have several labels; on the main rank, which reports it."""
-    layer = run.network.last_layer()
-    fitted = fit_each(features_ND, true_NK, bias=layer.bias is not None, check=check)
-    _report(run, "class by class", images=len(features_ND))
+def _fit_classes(
+    network: Network, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None], report: Report
+) -> tuple[Tensor, Tensor]:
+    """The head's weight and bias where images have several labels; on the main rank."""
+    fitted = fit_each(features_ND, true_NK, bias=network.last_layer().bias is not None, check=check)
+    report(_line("class by class", len(features_ND)), images=len(features_ND))
     return fitted
 
 
 def _fit_head(
-    run: Run, features_ND: Tensor, labels_N: Tensor, held_ND: Tensor, held_N: Tensor, check: Callable[[], None]
+    network: Network,
+    features_ND: Tensor,
+    labels_N: Tensor,
+    held_ND: Tensor,
+    held_N: Tensor,
+    check: Callable[[], None],
+    report: Report,
 ) -> tuple[Tensor, Tensor]:
     """The head's weight and bias; on the main rank, which reports how good it is, and nearest neighbours."""
-    layer, k = run.network.last_layer(), min(_NEIGHBOURS, len(labels_N))
+    layer, k = network.last_layer(), min(_NEIGHBOURS, len(labels_N))
     head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
     votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
     knn_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
     accuracy = f"{100.0 * head.accuracy:.2f}% right in folds that were left out"
     if math.isnan(head.accuracy):
         accuracy = "too few to hold any out"
-    text = f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%"
+    line = _line(f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%", len(labels_N))
     held_out_top1 = 100.0 * head.accuracy
-    _report(run, text, images=len(labels_N), penalty=head.penalty, held_out_top1=held_out_top1, knn_top1=knn_top1)
+    report(line, images=len(labels_N), penalty=head.penalty, held_out_top1=held_out_top1, knn_top1=knn_top1)
     return head.weight_KD, head.bias_K
 
 
-def _report(run: Run, text: str, *, images: int, **numbers: float) -> None:
-    run.display.note(f"head: fitted to the features of {images:,} images, {text}")
-    run.folder.add_record("event", 0, 0.0, event="head fitted", images=images, **numbers)
+def _line(text: str, images: int) -> str:
+    return f"head: fitted to the features of {images:,} images, {text}"
 
 
 @dataclass(frozen=True)

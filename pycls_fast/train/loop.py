@@ -165,7 +165,7 @@ class Loop:
         run = self.run
         if run.fits_head:
             with enough_to_score(run.config, run.world, cpu=""):
-                fit_head(run, self._stop_if_asked, self.stop.check)
+                fit_head(run, run.scorer(self._stop_if_asked), self.stop.check, self._report_head)
         start = run.start_step
         if self.evaluations.due(start) and not (self.evaluations.has(start) and run.saved_step == start):
             # The earlier process did not finish it, or not write its checkpoint.
@@ -180,6 +180,10 @@ class Loop:
             # An earlier process had stopped early, and nothing has changed since.
             run.total_steps = start
         run.display.begin_training(start, run.total_steps, compiles=run.switches.compile != "off")
+
+    def _report_head(self, line: str, **numbers: float) -> None:
+        self.run.display.note(line)
+        self.run.add_record("event", 0, event="head fitted", **numbers)
 
     def _microbatches(self) -> Generator[Batch, None, None]:
         run, train, switches = self.run, self.run.sources["train"], self.run.switches

@@ -46,6 +46,11 @@ class Parts:
     new_head: bool
     """Whether the weights left the head without values."""
 
+    @property
+    def fits_head(self) -> bool:
+        """Whether training begins by fitting a new head to features."""
+        return self.config.begins_with_probe and self.new_head
+
 
 @dataclass(kw_only=True)
 class Run(Parts):
@@ -76,8 +81,8 @@ class Run(Parts):
 
     @property
     def fits_head(self) -> bool:
-        """Whether it begins by fitting a new head to features; a checkpoint has one."""
-        return self.config.begins_with_probe and self.new_head and self.saved_step is None
+        """The same; a checkpoint has one."""
+        return super().fits_head and self.saved_step is None
 
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""

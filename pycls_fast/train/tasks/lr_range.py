@@ -1,7 +1,8 @@
 """The learning-rate range test (Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3).
 
-The experiment's own step, from its own initial weights, with a rate that grows exponentially from step to step. The
-loss falls while the rate is useful, and rises again when it is too high.
+The experiment's own step, from the weights with which it begins (a new head is fitted first, if that is configured),
+with a rate that grows exponentially from step to step. The loss falls while the rate is useful, and rises again when it
+is too high.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pycls_fast.errors import DONE
 from pycls_fast.files import atomic_write, timestamp, user_path
 from pycls_fast.train.assemble import ShortTraining, short_training
 from pycls_fast.train.environment import provenance
+from pycls_fast.train.evaluate import Scorer
 from pycls_fast.train.folder import write_json
-from pycls_fast.train.out_of_memory import enough_to_train
+from pycls_fast.train.head import fit_head
+from pycls_fast.train.out_of_memory import enough_to_score, enough_to_train
 
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.
@@ -58,7 +61,9 @@ def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
     diverges = float(rates[above[0]]) if len(above) else None
     if diverges is None and len(finite) < len(losses):
         diverges = float(rates[len(finite)])
-    if lowest - first < 2:
+    # A head that was fitted leaves little to fall: then the steepest place is one of the batches' scatter.
+    scatter = np.std(np.array(finite)[first : lowest + 1] - smoothed[first : lowest + 1])
+    if lowest - first < 2 or smoothed[first] - smoothed[lowest] < scatter:
         return LrRange(None, None, diverges)
     slope = np.gradient(smoothed, np.log(np.array(rates[: len(smoothed)])))
     steepest = first + int(slope[first : lowest + 1].argmin())
@@ -100,13 +105,18 @@ def _sweep(training: ShortTraining, rates: Sequence[float]) -> list[float]:
     # If `optim.lr_batch_size` is set, `optim.lr` is scaled with the batch.
     scale = config.optim.scaled(config.data.global_batch_size).lr / config.optim.lr
     training.step = replace(training.step, schedule=lambda number: rates[number] * scale, ema=None)
-    classes = len(training.sources["train"].classes)
-    with training.display, enough_to_train(config, training.world, classes):
-        training.display.begin_training(0, len(rates))
+    world, display, classes = training.world, training.display, len(training.sources["train"].classes)
+    with display, enough_to_train(config, world, classes):
+        if training.fits_head:
+            # Of rates that a random head bears, many are too high for one that fits.
+            scorer = Scorer(config, training.step.wrapped, world, training.switches, display, training.damaged)
+            with enough_to_score(config, world, cpu=""):
+                fit_head(training, scorer, lambda: None, lambda line, **numbers: display.note(line))
+        display.begin_training(0, len(rates))
         for number in range(len(rates)):
             training.train_step()
-            losses.append(training.metrics.read(training.world)["loss"])
-            training.display.advance(number + 1)
+            losses.append(training.metrics.read(world)["loss"])
+            display.advance(number + 1)
             smoothed = smooth(losses)
             # The numbers are the same on all ranks, so all of them stop here.
             if not math.isfinite(losses[-1]) or smoothed[-1] > _BLOWN_UP * smoothed.min():
@@ -123,7 +133,7 @@ def _uncompiled(config: RunConfig) -> RunConfig:
 
 
 def _result_lines(result: LrRange, rates: Sequence[float]) -> list[str]:
-    falls = "the loss did not fall; try different lr_min and lr_max, or more steps"
+    falls = "the loss did not fall by more than its scatter; try different lr_min and lr_max, or more steps"
     if result.suggested is not None:
         falls = f"the loss falls fastest at optim.lr={result.suggested:.1e}, and is lowest at {result.lowest:.1e}"
     above = f"it did not diverge up to {rates[-1]:.1e}"

@@ -24,6 +24,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed
+from pycls_fast.train import train
 from pycls_fast.train.agreement import BUSY
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import collect_features, knn_votes
@@ -134,6 +135,8 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
     assert verdict.suggested is None
     assert verdict.diverges is not None
     assert interpret(RATES[:1], [math.inf]).suggested is None
+    scatter = np.random.default_rng(0).normal(1.0, 0.1, len(RATES))
+    assert interpret(RATES, list(scatter)).suggested is None
 
 
 @pytest.mark.slow
@@ -156,6 +159,24 @@ def test_the_rates_grow_with_the_batch_and_are_told_as_optim_lr(
     assert (tmp_path / "lr_find.png").stat().st_size > 5000
     (changed,) = changes
     assert [changed["schedule"](number) for number in range(3)] == pytest.approx([2e-4, 2e-3, 2e-2])
+
+
+@pytest.mark.slow
+def test_rates_are_swept_from_a_head_that_is_fitted_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As training is: a random head bears higher ones."""
+    before = ("data=synthetic", "data.image_size=16", "data.num_workers=0", "data.synthetic_classes=3",
+              "data.synthetic_train_images=24", "data.global_batch_size=8", "runtime.progress=plain")  # fmt: skip
+    assert train(config_of(*before, "schedule.max_steps=1", "trackers=[]", f"run_dir={tmp_path / 'run'}")) == 0
+    own = (f"weights={tmp_path / 'run'}", "data.synthetic_classes=4", "augment.mix_probability=0")
+    losses = {}
+    for head in ("probe", "small"):
+        file, config = tmp_path / head / "lr_find.json", config_of(*before, *own, f"head={head}")
+        assert lr_range_test(config, steps=3, lr_min=1e-9, lr_max=1e-8, output=str(file.parent)) == 0
+        losses[head] = json.loads(file.read_text())["loss"]
+    assert capsys.readouterr().out.count("head: fitted to the features of 24 images") == 1
+    # A new head of zeros has the same logit for each class.
+    assert losses["small"] == pytest.approx(3 * [math.log(4)], rel=1e-3)
+    assert losses["probe"][0] != pytest.approx(math.log(4), rel=0.1)
 
 
 def clusters(counts: list[int], width: int, spread: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,7 +327,6 @@ def test_other_ranks_hear_that_the_fit_goes_on(monkeypatch: pytest.MonkeyPatch) 
     """The backend ends a wait that is longer than its timeout, and all fits together may be."""
     features = torch.eye(6), torch.arange(6) % 2
     monkeypatch.setattr("pycls_fast.train.head.collect_features", lambda *_: features)
-    monkeypatch.setattr("pycls_fast.train.head._report", lambda *_, **__: None)
     sent: list[Any] = []
     ends = []
     for rank in range(2):
@@ -314,8 +334,9 @@ def test_other_ranks_hear_that_the_fit_goes_on(monkeypatch: pytest.MonkeyPatch) 
         weights = OwnedWeights(torch.nn.ModuleDict({"head": torch.nn.Linear(6, 2)}))
         step = SimpleNamespace(sets_LK=None, ema=None, weights=weights)
         world, sources = Wire(rank, 2, torch.device("cpu"), sent=sent), {"train": range(6), "val": range(6)}
-        run: Any = SimpleNamespace(step=step, network=network, sources=sources, world=world, scorer=lambda _: None)
-        fit_head(run, lambda: None, lambda: None)
+        parts: Any = SimpleNamespace(step=step, network=network, sources=sources)
+        scorer: Any = SimpleNamespace(world=world)
+        fit_head(parts, scorer, lambda: None, lambda *_, **__: None)
         assert sent.count(BUSY) >= len(PENALTIES) * (rank == 0)
         ends.append(weights.state_dict()["head.weight"])
     assert sent == []
