@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,7 +123,9 @@ def test_the_loader_of_a_run(places: tuple[str, str, str], workers: int, erase_v
         world = World(rank=1, size=2, device=CPU)
         loader = build.train_loader(config, SyntheticImages(20, 16, 3, 0), world, switches, start_step=1, steps=7)
         prepare, mixer = build.prepare(config, CPU, switches), build.mixer(config)
-        parts: Any = SimpleNamespace(seed=config.seed, rank=1, sets_LK=None, prepare=prepare, mixer=mixer)
+        parts: Any = SimpleNamespace(
+            seed=config.seed, rank=1, labels=attrgetter("labels_B"), prepare=prepare, mixer=mixer
+        )
         found.append([])
         for number, batch in enumerate(loader):
             normalised, erased, mixed = (place == "cpu" for place in chosen)
