@@ -26,7 +26,7 @@ from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.files import atomic_write, cache_folder, flush, locked, user_path
 from pycls_fast.reading import parse_json, read_npz
 
-_FORMAT = 8
+_FORMAT = 9
 _FOLDER = ".pycls_fast_index"
 
 Stamp = Mapping[str, Any]

@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,17 @@ def _labels_from_columns(table: dict[str, Sequence[Any]], label_column: str) -> 
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    what = f"{path} is no table in UTF-8 with as many values in each line as columns, between commas (.tsv: tabs)"
+    what = f"{path} is no table in UTF-8 with as many values in each line as columns, between commas, semicolons, tabs"
     with (
         refusing(what, OSError, ValueError, csv.Error),
         open_file(path, TABLE_BYTES) as opened,
         io.TextIOWrapper(opened, ENCODING, newline="") as file,
     ):
+        # Where commas are decimal points, Excel writes semicolons.
+        first = file.readline()
+        separator = max(",;\t", key=first.count)
         # "path, label" and columns that are aligned by blanks exist, too.
-        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", skipinitialspace=True)
+        reader = csv.reader(chain([first], file), delimiter=separator, skipinitialspace=True)
         header = next(reader, [])
         rows = [[value.rstrip() for value in row] for row in reader if row]
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(header)

@@ -44,7 +44,7 @@ def test_one_manifest_with_a_column_that_says_the_split(tmp_path: Path) -> None:
 
 
 def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
-    """Marks before the text, blanks around commas, Windows' line ends."""
+    """Marks before the text, blanks around commas, Windows' line ends, semicolons."""
     (tmp_path / "list.csv").write_text(
         'path, label\r\n"a, b.jpg", 1\r\nc.jpg   , 0\r\nd.jpg, 1\r\ne.jpg, 0\r\n', "utf-8-sig"
     )
@@ -53,6 +53,8 @@ def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
     assert splits["train"].classes == ("cat", "dog")
     names = sorted(source.name(index) for source in splits.values() for index in range(len(source)))
     assert names == [str(tmp_path / name) for name in ("a, b.jpg", "c.jpg", "d.jpg", "e.jpg")]
+    (tmp_path / "list.csv").write_text("path;label\na, b.jpg;1\nc, d.jpg;1\n")
+    assert opened("manifest", tmp_path / "list.csv", val_fraction=0.5)["val"].name(0).endswith((", b.jpg", ", d.jpg"))
     (tmp_path / "list.csv").write_text("cat,möwe\n", "latin-1")
     assert "is no table in UTF-8" in mistake("manifest", tmp_path / "list.csv")
 
@@ -131,7 +133,7 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
         ("path,label\n", "images without labels, or none"),
         ("path,kind\na,b\n", "has no column 'label'; it has kind, path: choose one with data.label_column=NAME"),
         ("path,label\na,b,c\n", "is no table in UTF-8 with as many values in each line as columns"),
-        ("path;label\na;b, c\n", "as columns, between commas (.tsv: tabs)"),
+        ("path;label\na,b\n", "as columns, between commas, semicolons, tabs"),
         ("path,label\na,x\nb,\n", "1 of 2 images have no label (number 2)"),
         ("path,label\nb,1\nc,100200300\n", "the label 100,200,300: labels count the classes"),
         ("path,label,split\nx.jpg,a,never\n", "the column split: must be one of train, "),
