@@ -134,7 +134,7 @@ def _rates(old: VariantRecord, new: VariantRecord) -> tuple[str, Speedup | None,
 
 def _interval(values: Speedup) -> str:
     text, *ends = (
-        f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
         for value in (values.ratio, values.low, values.high)
         if value is not None
     )
