@@ -367,7 +367,8 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     # A resumed run has its weights in its checkpoint.
     needs_weights = purpose.scores or (purpose.trains and config.resume in ("auto", "never") and fine_tunes)
     if config.weights is None and needs_weights:
-        yield "weights", f"not set; give {SOURCES} as weights=SOURCE"
+        scratch = ", or an experiment that begins without any (--config-name resnet18)" if purpose.trains else ""
+        yield "weights", f"not set; give {SOURCES} as weights=SOURCE{scratch}"
     name = config.data.eval_set
     if not purpose.scores_sets and name is not None:
         yield "data.eval_set", "only pycls-fast test scores it; use data.eval_set=null"

@@ -11,8 +11,8 @@ import pytest
 from tests.integration.runs import ROOT, run_process
 
 NO_WEIGHTS = (
-    "weights: not set; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME as weights=SOURCE "
-    "(configs/finetune.yaml or the command line)"
+    "weights: not set; give a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME as weights=SOURCE, "
+    "or an experiment that begins without any (--config-name resnet18) (configs/finetune.yaml or the command line)"
 )
 LEDGER = (
     "the command is pycls-fast ledger --config-name EXPERIMENT [ladder=NAME] [key=value ...], for example "
