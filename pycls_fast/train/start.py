@@ -234,7 +234,8 @@ def _memory(run: Run) -> str:
     """What each rank's device has to hold according to the memory plan."""
     steps = run.config.optim.microbatches
     made = MemoryPlan(run.config, run.world, len(run.classes))
-    text = f"{human(made.state(steps), 'B')} for weights, gradients and optimizer"
+    average = "" if run.config.optim.ema_decay is None else " their average,"
+    text = f"{human(made.state(steps), 'B')} for weights,{average} gradients and optimizer"
     memory = device_memory(run.config, run.world)
     if memory is None:
         return text
