@@ -129,9 +129,10 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
         open_file(path, TABLE_BYTES) as opened,
         io.TextIOWrapper(opened, ENCODING, newline="") as file,
     ):
-        # Where commas are decimal points, Excel writes semicolons.
+        # Where commas are decimal points, Excel writes semicolons. The first counts if none is more frequent.
+        usual = "\t,;" if path.suffix.lower() == ".tsv" else ",;\t"
         first = file.readline()
-        separator = max(",;\t", key=first.count)
+        separator = max(usual, key=first.count)
         # "path, label" and columns that are aligned by blanks exist, too.
         reader = csv.reader(chain([first], file), delimiter=separator, skipinitialspace=True)
         header = next(reader, [])

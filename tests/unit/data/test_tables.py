@@ -55,6 +55,9 @@ def test_tables_and_names_from_other_programs(tmp_path: Path) -> None:
     assert names == [str(tmp_path / name) for name in ("a, b.jpg", "c.jpg", "d.jpg", "e.jpg")]
     (tmp_path / "list.csv").write_text("path;label\na, b.jpg;1\nc, d.jpg;1\n")
     assert opened("manifest", tmp_path / "list.csv", val_fraction=0.5)["val"].name(0).endswith((", b.jpg", ", d.jpg"))
+    (tmp_path / "list.tsv").write_text("path\tlabel, fine\na, b.jpg\t1\nc.jpg\t1\n")
+    splits = opened("manifest", tmp_path / "list.tsv", val_fraction=0.5, label_column="label, fine")
+    assert sum(map(len, splits.values())) == 2
     (tmp_path / "list.csv").write_text("cat,möwe\n", "latin-1")
     assert "is no table in UTF-8" in mistake("manifest", tmp_path / "list.csv")
 
