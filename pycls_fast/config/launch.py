@@ -421,7 +421,7 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
 
 def _refuse_shared_paths(overrides: Sequence[str]) -> None:
     """Refuse one `run_dir` for a whole sweep: the second run would resume the first one's and report its result; and
-    one `output`, over which each run would write."""
+    one `output` and the like, over which each run would write."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     # A sweeper that searches may have its choices in its own settings.
     if not any(override.is_sweep_override() or override.key_or_group == "hydra/sweeper" for override in parsed):
@@ -438,4 +438,4 @@ def _refuse_shared_paths(overrides: Sequence[str]) -> None:
 
 
 # What a verb writes.
-_WRITTEN = ("run_dir", "output", "write")
+_WRITTEN = ("run_dir", "output", "write", "predictions", "report")

@@ -197,9 +197,10 @@ def test_runs_of_a_sweep_do_not_share_a_folder(tool: Tool) -> None:
     status, _, calls = tool("-m", "seed=1,2", "run_dir=out/${hydra:job.num}")
     assert (status, [config.run_dir for config, _ in calls]) == (0, ["out/0", "out/1"])
     assert tool("-m", "seed=1", "run_dir=out")[0] == 0
-    status, lines, calls = tool("--multirun", "seed=1,2", "output=times/a.json")
-    assert (status, calls, len(lines)) == (2, [], 1)
-    assert "with 'output=times/a/${hydra:job.num}.json' (the command line)" in lines[0]
+    for key in ("output", "predictions"):
+        status, lines, calls = tool("--multirun", "seed=1,2", f"{key}=times/a.json")
+        assert (status, calls, len(lines)) == (2, [], 1)
+        assert f"with '{key}=times/a/${{hydra:job.num}}.json' (the command line)" in lines[0]
 
 
 def test_a_run_of_a_sweep_can_be_started_by_itself(tool: Tool) -> None:
