@@ -22,8 +22,8 @@ from pycls_fast.values import Text
 class Callback(Choice, key="callbacks"):
     """Code that is called during a run with the run (`pycls_fast.train.run_state.Run`), and must not change it.
 
-    Under strategies that shard, the network's weights are DTensors: here is only this process's part of each, and what
-    needs the others' (`full_tensor`) would wait for them.
+    Under strategies that shard, the network's weights are DTensors, of which this process has only its part: to gather
+    the whole (`full_tensor`) it would wait forever for the others, which are not called.
     """
 
     name: str = ""

@@ -116,7 +116,7 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
     `of_weights` itself counts for weights that do not say it. The keys that are `kept` stay as they are.
 
     Raises:
-        UserError: a path has no weights: the keys would not fit another model.
+        UserError: there are no weights at a path, so that nothing says for which model the keys are.
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     path = user_path(weights)

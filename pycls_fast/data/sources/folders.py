@@ -103,8 +103,8 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
 
 def _note_class_folders(root: Path, read: Iterable[str], unread: Sequence[str]) -> None:
     if unread:
-        places = f"{', '.join(read)}, not those in {first_few(unread)}"
-        print(f"note: {root}: read are the class folders in {places}", file=sys.stderr)
+        places = f"{', '.join(read)}, not from the class folders in {first_few(unread)}"
+        print(f"note: {root}: images are read from {places}", file=sys.stderr)
 
 
 def scan_classes(root: Path, cache: CachePolicy | None = None) -> FileImages:

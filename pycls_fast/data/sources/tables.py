@@ -123,7 +123,8 @@ def _labels_from_columns(table: dict[str, Sequence[Any]], label_column: str) -> 
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    what = f"{path} is no table in UTF-8 with as many values in each line as columns, between commas, semicolons, tabs"
+    separators = "separated by commas, semicolons or tabs"
+    what = f"{path} is no table in UTF-8 with as many values in each line as columns, {separators}"
     with (
         refusing(what, OSError, ValueError, csv.Error),
         open_file(path, TABLE_BYTES) as opened,

@@ -187,7 +187,7 @@ def test_class_folders_that_are_not_read_are_named(tmp_path: Path, capsys: pytes
     write_tree(tmp_path, {"holdout/a": 2, "val/a": 1, "valid/b": 1})
     assert len(opened("folder", tmp_path)["val"]) == 1
     assert capsys.readouterr().err == (
-        f"note: {tmp_path}: read are the class folders in train, val, not those in holdout, valid\n"
+        f"note: {tmp_path}: images are read from train, val, not from the class folders in holdout, valid\n"
     )
 
 
