@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from pycls_fast.optim.groups import Group
 from pycls_fast.optim.optimizers import load_named_state, named_state
@@ -148,18 +150,15 @@ class LocalShards(OwnedWeights):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         state = super().optimizer_state(optimizer)
-        return {name: {key: self._like(name, value) for key, value in values.items()} for name, values in state.items()}
+        # A user's optimizer may keep a list of averages.
+        return {name: tree_map_only(Tensor, partial(self._like, name), values) for name, values in state.items()}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
-        parts = {
-            name: {key: local(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-            for name, values in state.items()
-        }
-        super().load_optimizer_state(optimizer, parts)
+        super().load_optimizer_state(optimizer, tree_map_only(Tensor, local, dict(state)))
 
-    def _like(self, name: str, value: Any) -> Any:
+    def _like(self, name: str, value: Tensor) -> Tensor:
         """A value with the shape of a parameter's local part, as a DTensor that is sharded like the parameter."""
-        if not isinstance(value, Tensor) or value.shape != self._local[name].shape:
+        if value.shape != self._local[name].shape:
             return value
         whole: Any = self._sharded[name]
         return DTensor.from_local(

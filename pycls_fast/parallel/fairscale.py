@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS, Group
@@ -366,26 +367,22 @@ class FlatShards(OwnedWeights):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """A tensor of a shard's shape is split as the shard is; anything else (a step count) is repeated."""
-        state: dict[str, dict[str, Any]] = {name: {} for flat in self.flats for name in flat.names}
+        state: dict[str, dict[str, Any]] = {}
         found = super().optimizer_state(optimizer)
         for flat in self.flats:
-            for key, value in found.get(flat.name, {}).items():
-                has_shape = isinstance(value, Tensor) and value.shape == flat.shard.shape and value.ndim > 0
-                parts = self._split(flat, value) if has_shape else dict.fromkeys(flat.names, value)
-                for name, part in parts.items():
-                    state[name][key] = part
-        return {name: values for name, values in state.items() if values}
+            leaves, spec = tree_flatten(found.get(flat.name, {}))
+            parts = [
+                self._split(flat, leaf) if _is_like(leaf, flat.shard.shape) else dict.fromkeys(flat.names, leaf)
+                for leaf in leaves
+            ]
+            state |= {name: tree_unflatten([part[name] for part in parts], spec) for name in flat.names if parts}
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, dict[str, Any]]) -> None:
         found: dict[str, dict[str, Any]] = {}
         for flat in self.flats:
-            if not any(name in state for name in flat.names):
-                continue
-            found[flat.name] = {}
-            for key, value in state[flat.names[0]].items():
-                values = [state[name][key] for name in flat.names]
-                has_shape = isinstance(value, Tensor) and value.shape == flat.shapes[0] and value.ndim > 0
-                found[flat.name][key] = self._join(flat, values) if has_shape else value
+            if any(name in state for name in flat.names):
+                found[flat.name] = tree_map(partial(self._join_like, flat), *(state[name] for name in flat.names))
         super().load_optimizer_state(optimizer, found)
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -426,6 +423,13 @@ class FlatShards(OwnedWeights):
         each = flat.shard.numel()
         own = flattened[self._mesh.get_local_rank() * each :][:each]
         return F.pad(own, (0, each - own.numel()))
+
+    def _join_like(self, flat: Flat, *values: Any) -> Any:
+        return self._join(flat, values) if _is_like(values[0], flat.shapes[0]) else values[0]
+
+
+def _is_like(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.ndim > 0
 
 
 def shard_first_axis(whole: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -246,3 +246,19 @@ def test_fused_momentum_lies_in_memory_as_the_weights_do(world: World) -> None:
     found, expected = named_state(stepped, network.named_parameters()), named_state(alone, plain.named_parameters())
     torch.testing.assert_close(whole(found), expected)
     torch.testing.assert_close(network.weight, plain.weight)
+
+
+def test_lists_in_the_state_of_shards_have_the_networks_shapes(world: World) -> None:
+    """Each rank's own part would be saved as all ranks' value."""
+    flats = wrapped(world)[2].weights
+    optimizer = torch.optim.SGD(flats.parameters)
+    for flat in flats.flats:
+        optimizer.state[flat.shard] = {"averages": [flat.shard.detach() * 2, 3], "n": 4}
+    state = flats.optimizer_state(optimizer)
+    for name, values in state.items():
+        (average, other), n = values.values()
+        torch.testing.assert_close(whole(average), whole(flats.state_dict()[name]) * 2)
+        assert (other, n) == (3, 4)
+    fresh = torch.optim.SGD(flats.parameters)
+    flats.load_optimizer_state(fresh, state)
+    assert_same_bits(fresh.state_dict()["state"], optimizer.state_dict()["state"])

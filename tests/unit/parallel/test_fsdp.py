@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pycls_fast import build
@@ -23,7 +23,7 @@ from pycls_fast.models.moe import ExpertLinear
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.network import Network
 from pycls_fast.optim.groups import BATCH_NORM, NORMS
-from pycls_fast.optim.owned_weights import local
+from pycls_fast.optim.owned_weights import LocalShards, local
 from pycls_fast.parallel.fsdp import materialise
 from pycls_fast.parallel.launch import make_mesh
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
@@ -106,6 +106,25 @@ def test_replicas_reduce_once_a_step_and_shards_after_every_microbatch(monkeypat
                 wrapped.forward(torch.randn(2, 3, 8, 8)).sum().backward()
             found = asked["reduce_scatter_single"], asked["all_reduce"]
             assert found == (units * microbatch, units * (microbatch == 2))
+
+
+def test_lists_in_an_optimizers_state_are_sharded_as_their_parameter() -> None:
+    """Each rank's own part would be saved as all ranks' value."""
+    with imagined(2):
+        network = nn.Linear(3, 4)
+        whole: Any = network.weight
+        fully_shard(network, mesh=mesh_of(None, 2))
+        weights = LocalShards(network)
+        optimizer = torch.optim.SGD(weights.parameters)
+        for parameter in weights.parameters:
+            optimizer.state[parameter] = {"averages": [parameter.detach() * 2, 3]}
+        state = weights.optimizer_state(optimizer)
+        average, other = state["weight"]["averages"]
+        assert isinstance(average, DTensor)
+        assert (average.shape, average.placements, other) == (whole.shape, network.weight.placements, 3)
+        fresh = torch.optim.SGD(weights.parameters)
+        weights.load_optimizer_state(fresh, state)
+        assert_same_bits(fresh.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def make_timm() -> TimmNetwork:
