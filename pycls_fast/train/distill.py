@@ -73,7 +73,7 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
     try:
         return _build(config, config.distill.teacher, data, world, switches)
     except UserError as error:
-        # Of two kinds of weights.
+        # Said of `weights`, which the run may have as well.
         refuse(re.sub("^weights: ", "distill.teacher: ", line) for line in error.lines)
         raise
 

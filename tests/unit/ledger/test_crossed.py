@@ -60,7 +60,7 @@ def test_many_variants_have_four_first_pairs_and_stay_told_apart() -> None:
 
 
 def test_many_variants_are_not_paired_in_silence(tmp_path: Path) -> None:
-    """It takes minutes."""
+    """Those of 40 take more than a minute."""
     said: list[str] = []
     for count in (8, 9):
         variants = tuple(Variant(name=name, overrides=(f"{name}=1",)) for name in "abcdefghi"[:count])
