@@ -120,6 +120,12 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
     """
     weights, given = str(values.get("weights") or ""), dict(values["model"])
     path = user_path(weights)
+    is_missing = bool(weights) and ":" not in weights and weights_at(path) is None
+    if is_missing:
+        # A run that resumes has its own.
+        resume = values.get("resume", "auto")
+        run = {"auto": values.get("run_dir"), "never": None}.get(str(resume), resume)
+        path = user_path(run or weights)
     hub, _, name = weights.partition(":")
     found: dict[str, Any] | None = None
     size = None
@@ -138,7 +144,7 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
     elif path.is_file():
         found = _of_file(path.name)
     if found is None:
-        if weights and ":" not in weights and weights_at(path) is None:
+        if is_missing:
             refuse([f"weights: there are none at {weights}; give {SOURCES}"])
         return given, None
     return {**found, **{key: value for key, value in given.items() if key in kept}}, size

@@ -151,6 +151,15 @@ def test_weights_choose_the_model(home: Path, weights: str, kind: str, what: dic
     assert named.model.kind == "resnet"
 
 
+def test_a_run_that_resumes_goes_on_without_the_file_of_its_weights(home: Path) -> None:
+    keys, run = ["data.root=/nowhere", "weights=/gone.safetensors"], home / "run"
+    for more in ([f"run_dir={run}"], [f"resume={run / 'checkpoints/best'}"]):
+        assert load_config("finetune", [*keys, *more]).model.model_dump()["width"] == 64
+    for more in ([f"run_dir={home / 'new'}"], [f"run_dir={run}", "resume=never"]):
+        with pytest.raises(UserError, match="there are none at /gone"):
+            load_config("finetune", [*keys, *more])
+
+
 def test_torchvisions_networks_that_are_not_ours_are_refused_before_they_are_downloaded() -> None:
     with pytest.raises(UserError, match=r"torchvision's vgg16 is no network of ours.*weights=timm:vgg16"):
         load_config("finetune", ["data.root=/nowhere", "weights=torchvision:vgg16"])
