@@ -429,7 +429,7 @@ def _refuse_shared_paths(overrides: Sequence[str]) -> None:
     values = {override.key_or_group: override.value() for override in parsed if override.key_or_group in _WRITTEN}
     for key, value in values.items():
         if isinstance(value, str | int) and "${" not in str(value):
-            ending = Path(str(value)).suffix
+            ending = "" if key == "run_dir" else Path(str(value)).suffix
             own = f"{key}={str(value).removesuffix(ending)}/${{hydra:job.num}}{ending}"
             raise UserError(
                 f"{key}: {value} for every run of --multirun; leave it out, or give each its own with '{own}' "
