@@ -77,6 +77,8 @@ def _line(
 ) -> None:
     points = [(record["epoch"], record[key]) for record in records if record.get(key) is not None]
     if points:
+        # A line needs two points: the only record of a short run would not be seen.
+        style = style if len(points) > 1 else "."
         axes.plot(*zip(*points, strict=True), style, color=colour, label=label, linewidth=1.2)
 
 

@@ -451,3 +451,15 @@ def test_curves_that_say_nothing_new_are_not_drawn(
     run.folder.add_record("eval", 1, 1, split="val", weights="model", count=9, loss=0.5, top1=90.0, **scores)
     draw_curves(run)
     assert labels == ["val (model)", *(f"val (model) {name}" for name in drawn)]
+
+
+def test_the_only_record_of_a_short_run_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    styles: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, x, y, style, **_: styles.append(style))
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), config=config_of("data.root=x"))
+    for step, expected in ((1, ["."] * 3), (2, ["-"] * 3)):
+        speeds = {"images_per_second": 9.0, "step_seconds": 1.0, "data_wait_fraction": 0.0}
+        run.folder.add_record("train", step, step, loss=0.5, lr=0.1, grad_norm=1.0, memory_peak_bytes=1, **speeds)
+        styles.clear()
+        draw_curves(run)
+        assert styles == expected
