@@ -346,3 +346,5 @@ class TimmConfig(Saved):
     crop_mode: str | None = None
     interpolation: str | None = None
     tag: str | None = None
+    num_classes: int | None = None
+    label_names: list[str] | None = None

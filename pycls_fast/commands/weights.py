@@ -26,8 +26,8 @@ class _ImagesOptions(Section):
     """Keys that name a network and images."""
 
     run: Text
-    """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), or a safetensors file from
-    pycls-fast export; each includes class names and preprocessing."""
+    """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), a safetensors file from
+    pycls-fast export, timm:NAME or torchvision:NAME; each has its own class names and preprocessing."""
     images: tuple[str, ...]
     """Files, folders (searched recursively), patterns in quotes ('cats/*.jpg', '**/*.png'), addresses
     (https://..., and what fsspec reads: s3://...), or - for a list of files and addresses on standard input. A video
@@ -109,7 +109,7 @@ class ExportVerb(Verb, default=None):
 
     weights: Text
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), saved by any number of ranks
-    under any strategy, or a safetensors file."""
+    under any strategy, a safetensors file, timm:NAME or torchvision:NAME."""
     output: Text
     """The file (or folder) to write."""
     format: Literal["safetensors", "timm", "onnx", "openvino", "program"] | None = None

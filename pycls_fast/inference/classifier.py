@@ -27,7 +27,8 @@ from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.evaluate import FlipAveraged
 from pycls_fast.train.features import head_inputs
-from pycls_fast.train.saved_weights import Weights, open_weights
+from pycls_fast.train.load_weights import open_trained
+from pycls_fast.train.saved_weights import Weights
 
 Skip = Callable[[str, str], None]
 """Called with the name of an unreadable image and the reason."""
@@ -108,7 +109,8 @@ def load(
             print(found.image, found.class_name, found.probability)
 
     Args:
-        run: a run folder (its best checkpoint), a checkpoint, or a safetensors file of `pycls-fast export`.
+        run: a run folder (its best checkpoint), a checkpoint, a safetensors file of `pycls-fast export`, or published
+            weights by name: `timm:NAME`, `torchvision:NAME`.
         which: "auto" (the average of the weights if there is one), "model" or "ema".
         device: "auto", "cpu" or "cuda".
         precision: "fp32", "amp_bf16", "amp_fp16", "bf16" or "fp16".
@@ -123,7 +125,7 @@ def load(
         give(model)
     one_of("device", device, ("auto", "cpu", "cuda"))
     one_of("precision", precision, _PRECISIONS)
-    weights = open_weights(run, kind=which)
+    weights = open_trained(run, kind=which)
     (saved_config, classes), path = weights.require_model(), weights.path
     config = _config(saved_config, str(path), device, precision, "fast" if fast else "reference")
     world = build.alone(config)

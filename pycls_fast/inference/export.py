@@ -19,11 +19,11 @@ from pycls_fast.inference.classifier import Classifier, load
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
+from pycls_fast.train.load_weights import open_trained
 from pycls_fast.train.saved_weights import (
     Weights,
     about_weights,
     check_output,
-    open_weights,
     preprocessing,
     replacing,
     written_files,
@@ -68,7 +68,7 @@ def export(
         raise UserError("images: safetensors holds the weights alone, which nothing runs; leave it out")
     if dtype == "int8" and not images:
         raise UserError("images: dtype=int8 measures the ranges of features; give a folder of some 200 images")
-    weights, agreement = open_weights(source, kind=which), ""
+    weights, agreement = open_trained(source, kind=which), ""
     with replacing(path) as file:
         if kind == "safetensors":
             save_file(weights.read(None if dtype is None else getattr(torch, dtype)), file, about_weights(weights))
@@ -144,7 +144,8 @@ def model_card(weights: Weights) -> str:
     # A path is of no use to others.
     tuned = f", fine-tuned from `{source}`" if source.startswith(("timm:", "torchvision:", "hf:")) else ""
     average = "the moving average of the weights" if weights.kind == "ema" else "the weights"
-    text = f"{_HEADER}\nTrained by pycls_fast{tuned}: {average}, after step {weights.step}.\n"
+    trained = f"Trained by pycls_fast{tuned}: {average}, after step {weights.step}."
+    text = f"{_HEADER}\n{f'The weights `{source}`.' if weights.step is None else trained}\n"
     measured = _measured(weights)
     if measured:
         text += "\n| measured in training | |\n|---|---|\n"

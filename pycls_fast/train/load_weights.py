@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from pycls_fast import build
+from pycls_fast.config import Purpose
+from pycls_fast.config.compose import check, compose
+from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.models import pretrained
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
@@ -25,7 +28,8 @@ from pycls_fast.optim.owned_weights import OwnedWeights, assign
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
-from pycls_fast.train.saved_weights import Weights, open_source
+from pycls_fast.train.checkpoint import Spec
+from pycls_fast.train.saved_weights import Weights, open_source, open_weights
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
@@ -108,6 +112,37 @@ def load_network(
     network = place_model(network, world, memory_format=switches.memory_format)
     build.apply_precision(config, network, world.device)
     return network, weights, fitted
+
+
+def open_trained(source: str | Path, *, kind: str = "auto") -> Weights:
+    """Weights that say their model, classes and preprocessing: those of `open_weights`, or of timm, torchvision or a
+    folder of timm's, with their own head, which are read here and given as if a run had saved them.
+
+    Raises:
+        UserError: as `open_weights`, and for weights of another project that say no model, or have no head.
+    """
+    weights = open_source(source)
+    if weights.config is not None:
+        return open_weights(weights.path, kind=kind)
+    # A file that takes the place of a hub's weights is told by their name.
+    about = pretrained.preprocessing_of(source if pretrained.is_hub(str(source)) else weights.path)
+    if about is None or not about.classes:
+        raise weights.without_model()
+    one_of("which", kind, ("auto", weights.kind), more=f" for {source}")
+    composed = compose("finetune", [f"weights={about.weights}", "data.normalization=configured"], [CONFIGS])
+    config = build.with_preprocessing(check(composed, Purpose(needs_data=False)), about)
+    # Do not advance the caller's generator.
+    with torch.random.fork_rng(devices=[]):
+        network = build.model(config, len(about.classes), build.switches(config, torch.device("cpu")))
+    load_weights(network, source, classes=about.classes, for_training=False)
+    tensors = network.state_dict()
+
+    def fill(given: Mapping[str, Tensor]) -> None:
+        for name, tensor in given.items():
+            tensor.copy_(tensors[name])
+
+    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return replace(weights, specs=specs, classes=about.classes, config=config.model_dump(mode="json"), fill=fill)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -58,11 +58,15 @@ class Weights:
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Their configuration and class names; a `UserError` if the file lacks one of them."""
         if self.config is None or self.classes is None:
-            raise UserError(
-                f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
-                "checkpoint, or a file that pycls-fast export has written"
-            )
+            raise self.without_model()
         return self.config, self.classes
+
+    def without_model(self) -> UserError:
+        return UserError(
+            f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
+            "checkpoint, a file that pycls-fast export has written, or weights with a head of timm (timm:NAME) or "
+            "torchvision (torchvision:NAME)"
+        )
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All tensors on the CPU, those with floating point in another format if one is given."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ class Preprocessing:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
         image_size: that of the crop.
         trained_size: the image size in training (for torchvision's weights, in testing); None if it is not known.
+        classes: the names of the outputs; empty for weights without a head, or of classes that nobody names.
         crop_ratio: the crop's size as a share of the size to which images are resized, as `crop` says.
         interpolation: the filter that resizes images.
         mean, std: per channel, as fractions of 255.
@@ -154,6 +156,7 @@ class Preprocessing:
     crop: str = "center"
     unknown: str = ""
     trained_size: Size | None = None
+    classes: tuple[str, ...] = ()
 
 
 def preprocessing_of(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
@@ -197,6 +200,7 @@ def _beside(path: Path) -> Preprocessing | None:
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
         if not isinstance(kept, dict) or not kept:
             return None
+        kept = kept | {key: config[key] for key in ("num_classes", "label_names") if key in config}
         check(TimmConfig, kept)
         return _of_timm(kept, str(config.get("architecture", "")))
 
@@ -249,7 +253,18 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
         crop=crop,
         unknown=unknown,
         trained_size=Size(*map(int, trained[-2:])) if trained else None,
+        classes=tuple(kept.get("label_names") or _imagenet_classes(kept.get("num_classes"))),
     )
+
+
+@cache
+def _imagenet_classes(count: int | None) -> tuple[str, ...]:
+    """The first of WordNet's words for each class of that set of ImageNet's which has so many."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": count})
+    words = ImageNetInfo(subset).label_descriptions() if subset else []
+    return tuple(each.partition(",")[0] for each in words)
 
 
 def torchvision_weights(name: str) -> tuple[str, Any]:
@@ -278,6 +293,7 @@ def _of_torchvision(name: str) -> Preprocessing:
         std=rgb_triple(steps.std),
         unknown=_unknown(steps.interpolation.value),
         trained_size=Size.of(side),
+        classes=tuple(weights.meta["categories"]),
     )
 
 

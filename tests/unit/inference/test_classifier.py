@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+import torchvision
 from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file, save_file
+from timm.data import create_transform, resolve_data_config
 from torch import Tensor
 
 import pycls_fast
@@ -210,7 +213,8 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     save_file({"stem.x": torch.zeros(2)}, tmp_path / "other.safetensors")
     for source, settings, line in (
         (tmp_path / "nowhere", {}, "is neither a weights file nor a run folder"),
-        ("timm:vit_tiny_patch16_224", {}, "names weights of another project"),
+        ("timm:vit_small_patch14_dinov2.lvd142m", {}, "does not say which model and classes it belongs to"),
+        ("timm:test_vit", {"which": "ema"}, "which: must be one of auto, model for timm:test_vit; got ema"),
         (tmp_path / "other.safetensors", {}, "does not say which model and classes it belongs to"),
         (run_dir, {"which": "ema"}, "which: must be one of auto, model for .*; got ema"),
         (run_dir, {"device": "tpu"}, "device: must be one of auto, cpu, cuda; got tpu"),
@@ -228,6 +232,32 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     for options, line in mistakes:
         with pytest.raises(UserError, match=line):
             classifier.predict(pixels, **options)
+
+
+@pytest.mark.parametrize("name", ["timm:test_vit.r160_in1k", "torchvision:resnet18.IMAGENET1K_V1"])
+def test_published_weights_classify_as_their_library_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With its own head, names and preprocessing; so does what is exported."""
+    monkeypatch.chdir(tmp_path)
+    project, _, what = name.partition(":")
+    torch.manual_seed(0)
+    if project == "timm":
+        model = timm.create_model(what).eval()
+        transform = create_transform(**resolve_data_config(model.pretrained_cfg, use_test_size=True))
+    else:
+        model = torchvision.models.resnet18().eval()
+        transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    torch.save(model.state_dict(), f"{what}.pth")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (240, 300, 3), dtype=np.uint8))
+    image.save("image.png")
+    with torch.no_grad():
+        wanted = model(transform(image)[None])
+    export(name, "exported.safetensors")
+    for source in (name, "exported.safetensors"):
+        classifier = pycls_fast.load(source)
+        torch.testing.assert_close(classifier.logits("image.png"), wanted, rtol=1e-4, atol=1e-4)
+        assert (len(classifier.classes), classifier.classes[2]) == (1000, "great white shark")
 
 
 def test_weights_of_another_model_than_is_written_there(run_dir: Path, tmp_path: Path) -> None:
