@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -26,18 +27,28 @@ EvalCrop = Literal["center", "squash", "border"]
 
 
 class Auto(Source, name="auto"):
-    """Class folders, packed images or CIFAR, recognised by what is in root."""
+    """Class folders, a table, Parquet or `save_to_disk` with images, packed images or CIFAR, recognised by what root
+    is."""
 
     def open(self, root: str, how: Opening) -> dict[str, Images]:
-        from pathlib import Path
+        shared = {key: getattr(self, key) for key in Source.model_fields if key != self.tag}
+        return _kind_of(Path(root)).model_construct(**shared).open(root, how)
 
-        from pycls_fast.data.sources.arrays import find_cifar, open_cifar
-        from pycls_fast.data.sources.folders import open_folder
-        from pycls_fast.data.sources.packed import is_packed, open_packed
 
-        if any(is_packed(Path(root) / split) for split in ("train", "val", "test", "all")):
-            return open_packed(root, self.conversion)
-        return open_folder(root, self, how) if find_cifar(Path(root)) is None else open_cifar(root)
+def _kind_of(root: Path) -> type[Source]:
+    from pycls_fast.data.sources.arrays import find_cifar
+    from pycls_fast.data.sources.hub import has_images, is_saved
+    from pycls_fast.data.sources.packed import is_packed
+
+    if root.is_file() and root.suffix.lower() == ".parquet":
+        return Parquet if has_images(root) else Manifest
+    if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
+        return Manifest
+    if is_saved(root):
+        return Hub
+    if any(is_packed(root / split) for split in ("train", "val", "test", "all")):
+        return Packed
+    return Folder if find_cifar(root) is None else Cifar
 
 
 class Folder(Source, name="folder"):

@@ -47,7 +47,7 @@ class Source(Choice, key="data", tag="source", default="auto"):
     """Its images are files that take a core milliseconds to decode, not small arrays."""
 
     source: str = ""
-    """How the images are stored; auto: class folders, packed images or CIFAR, by what is in root."""
+    """How the images are stored; auto: by what root is."""
     root: Text | None = None
     """A path; for tar possibly a URL, for hub the dataset's name."""
     index_cache: Annotated[Text, Off] = "auto"

@@ -65,7 +65,7 @@ def open_folder(root: str | Path, data: Source, how: Opening) -> dict[str, Image
     """
     root, cache = Path(root), CachePolicy.of(data, how)
     if root.is_file():
-        raise UserError(f"{root} is a file; unpack it, or say what it is: data.source=manifest (a table), parquet, tar")
+        raise UserError(f"{root} is a file; unpack it, or say what it is: data.source=tar (shards), manifest (a table)")
 
     def scan(folder: Path) -> Images:
         found = scan_classes(folder, cache)

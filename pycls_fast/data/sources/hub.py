@@ -112,14 +112,14 @@ def _open_split(
 ) -> ArrowImages:
     """Class names take the place of the dataset's own; a test split may have no column of labels."""
     label, features = data.label_column, dataset.features
-    column = _image_column(where, dataset, image_column)
+    column = _image_column(where, dataset, image_column, data.source)
     if label in features:
         # Selected first: if the rows are picked by indices, all columns would be copied.
         values = dataset.select_columns([label]).with_format("arrow")[:].column(0).to_pylist()
     elif is_test:
         values = [None] * len(dataset)
     else:
-        raise missing_column(where, label, list(features), "data.label_column")
+        raise missing_column(where, label, list(features), f"data.source={data.source} data.label_column")
     kind = features.get(label)
     # That of the elements of a list.
     names = names or getattr(getattr(kind, "feature", kind), "names", None)
@@ -131,19 +131,38 @@ def _open_split(
     return images
 
 
-def _image_column(where: str, dataset: Any, wanted: str | None) -> str:
+def _image_column(where: str, dataset: Any, wanted: str | None, kind: str) -> str:
     """The column of encoded images: binary, or structs with a field `bytes` (what `datasets.Image` is stored as)."""
+    schema = dataset.features.arrow_schema
+    found = _image_columns(schema)
+    if wanted in found or (wanted is None and len(found) == 1):
+        return wanted or found[0]
+    raise UserError(
+        f"{where}: columns of images are {first_few(found) or 'none'}, of {first_few(list(schema.names), 12)}; choose "
+        f"one with data.source={kind} data.image_column=NAME"
+    )
+
+
+def _image_columns(schema: Any) -> list[str]:
     import pyarrow
 
     def holds_images(kind: Any) -> bool:
         binary = pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
         return binary or (pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
-    schema = dataset.features.arrow_schema
-    found = [name for name in schema.names if holds_images(schema.field(name).type)]
-    if wanted in found or (wanted is None and len(found) == 1):
-        return wanted or found[0]
-    raise UserError(
-        f"{where}: columns of images are {first_few(found) or 'none'}, of {first_few(list(schema.names), 12)}; choose "
-        "one with data.image_column=NAME"
+    return [name for name in schema.names if holds_images(schema.field(name).type)]
+
+
+def is_saved(root: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    return (root / "dataset_dict.json").is_file() or all(
+        (root / name).is_file() for name in ("dataset_info.json", "state.json")
     )
+
+
+def has_images(file: Path) -> bool:
+    """Whether a Parquet file holds images, not their paths."""
+    with refusing(f"{file}: Parquet needs pyarrow", ImportError, use="pip install 'pycls_fast[hub]'"):
+        import pyarrow.parquet
+    with refusing(f"{file}: cannot be read", OSError, ValueError):
+        return bool(_image_columns(pyarrow.parquet.read_schema(file)))

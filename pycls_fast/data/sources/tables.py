@@ -88,7 +88,7 @@ def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
         table = {path_column: [], label_column: []}
     for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
         if column not in table:
-            raise missing_column(str(path), column, list(table), key)
+            raise missing_column(str(path), column, list(table), f"data.source=manifest {key}")
     paths, labels = list(table[path_column]), list(table[label_column])
     splits = None
     if "split" in table:

@@ -160,9 +160,9 @@ def test_mistakes(tmp_path: Path, tree: dict[str, int], says: str) -> None:
 
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    table = tmp_path / "labels.csv"
-    table.write_text("path,label\n")
-    assert "labels.csv is a file; unpack it, or say what it is: data.source=manifest" in mistake("auto", table)
+    archive = tmp_path / "images.zip"
+    archive.write_bytes(b"PK")
+    assert "images.zip is a file; unpack it, or say what it is: data.source=tar" in mistake("auto", archive)
 
 
 def test_formats_that_are_not_read_are_named(

@@ -84,7 +84,7 @@ def test_labels_that_are_whole_floats_or_truth_values(tmp_path: Path, labels: li
 @pytest.mark.parametrize(
     ("columns", "options", "says"),
     [
-        ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.label_column=NAME"),
+        ({"x": [b"1"], "y": [1]}, {}, "has no column 'label'; it has x, y: choose one with data.source=parquet data"),
         ({"path": ["a"], "label": [1]}, {}, "columns of images are none"),
         ({"x": [b"1"], "z": [b"1"], "label": [1]}, {}, "columns of images are x, z"),
         ({"x": [b"1"], "label": [1]}, {"image_column": "label"}, "columns of images are x"),

@@ -55,6 +55,24 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ima
     return found
 
 
+@pytest.mark.parametrize(
+    ("kind", "place", "options"),
+    [
+        ("manifest", "train.csv", {}),
+        ("manifest", "train.tsv", {"extension": ".tsv"}),
+        ("manifest", "train.parquet", {"extension": ".parquet"}),
+        ("parquet", "data/train-00000-of-00001.parquet", {"shards": 1}),
+        ("hub", "", {}),
+        ("hub", "train", {}),
+    ],
+)
+def test_what_a_root_holds_is_recognised(tmp_path: Path, kind: str, place: str, options: dict[str, Any]) -> None:
+    root = Path(LAYOUTS[kind](tmp_path / "set", CONTENT, **options)) / place
+    assert samples_of(opened("auto", root, whole=bool(place))["all" if place else "train"]) == expected(
+        CONTENT["train"]
+    )
+
+
 # All sets of three classes.
 SETS = [[k for k in range(3) if number >> k & 1] for number in range(8)]
 NAMES = [[CLASSES[k] for k in own] for own in SETS]

@@ -134,7 +134,10 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("path,label\n", "images without labels, or none"),
-        ("path,kind\na,b\n", "has no column 'label'; it has kind, path: choose one with data.label_column=NAME"),
+        (
+            "path,kind\na,b\n",
+            "has no column 'label'; it has kind, path: choose one with data.source=manifest data.label_column=NAME",
+        ),
         ("path,label\na,b,c\n", "is no table in UTF-8 with as many values in each line as columns"),
         ("path;label\na,b\n", "as columns, separated by commas, semicolons or tabs"),
         ("path,label\na,x\nb,\n", "1 of 2 images have no label (number 2)"),
