@@ -58,6 +58,8 @@ def timestamp() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
+RUNS = "runs"
+"""The folder, in the current one, of runs without a `run_dir`."""
 BEST = "best"
 """In the folder of checkpoints, the link to the best one."""
 STATE = "state.json"

@@ -280,7 +280,7 @@ class CompareVerb(Verb, default=None, words=("run_a", "run_b")):
     run_b: Text
     """Another one."""
     output: Text | None = None
-    """A folder; null: one in comparisons/."""
+    """A folder; null: a new one in runs/compare/."""
     images: NonNegativeInt = 24
     """Images shown per kind of disagreement."""
 

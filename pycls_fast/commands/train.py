@@ -282,7 +282,7 @@ class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):
     lr_max: Annotated[float, Field(gt=0.0)] = 1.0
     """optim.lr of the last step."""
     output: Text | None = None
-    """The folder for the numbers and the picture; null: a new one in lr_find/."""
+    """The folder for the numbers and the picture; null: a new one in runs/lr_find/."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.train.tasks.lr_range import lr_range_test

@@ -22,7 +22,7 @@ from pycls_fast.config.saved import as_data, validate_saved
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import DONE, UserError, refusing
-from pycls_fast.files import timestamp, user_path
+from pycls_fast.files import RUNS, timestamp, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, PLACE_KEYS, SavedRun, Values, find_runs, read_run, read_values, texts
@@ -43,11 +43,11 @@ _NOT_COMPARED = {"command", "world_size", "device", "memory_bytes"}
 def compare_runs(run_a: str, run_b: str, *, output: str | None, images: int) -> int:
     """Compare two run folders, write and print the result; returns the exit status.
 
-    Without `output` they go to `comparisons/`. At most `images` of each kind of disagreement are shown. A `UserError`
+    Without `output` they go to `runs/compare/`. At most `images` of each kind of disagreement are shown. A `UserError`
     if a folder does not hold a run, or `output` cannot be written to.
     """
     a, b = read_run_files(run_a), read_run_files(run_b)
-    folder = user_path(output) if output else Path("comparisons", timestamp())
+    folder = user_path(output) if output else Path(RUNS, "compare", timestamp())
     record = comparison(a, b, images)
     with refusing(f"output: {folder} cannot be written to", use="give another"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import yaml
 
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError, print_lines, refusing
-from pycls_fast.files import atomic_text, timestamp, user_path
+from pycls_fast.files import RUNS, atomic_text, timestamp, user_path
 from pycls_fast.parallel.rendezvous import first_of_launch
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.reading import parse_record, read_bytes, read_json
@@ -50,7 +50,7 @@ def choose_run_dir(config: RunConfig, settings: str) -> tuple[Path, bool]:
 
 def _new_folder(experiment: str, settings: str) -> Path:
     """Make a new folder, so that two runs that start in the same second get different ones."""
-    path = first = Path("runs") / experiment / "_".join(filter(None, [timestamp(), settings]))
+    path = first = Path(RUNS) / experiment / "_".join(filter(None, [timestamp(), settings]))
     for number in count(2):
         with writing(path), suppress(FileExistsError):
             path.mkdir(parents=True)

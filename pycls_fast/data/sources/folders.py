@@ -31,6 +31,7 @@ from pycls_fast.data.sources.files import (
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build, progress
 from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
+from pycls_fast.files import RUNS
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -160,7 +161,7 @@ def _scan(root: Path) -> Index:
     note_unread(root, unread)
     empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
-        # With `data=.` the new folder of the run itself, which the user cannot see: it is removed again.
+        # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
         raise UserError(
             f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}; remove it, or, if a "
             "run is in it, give run_dir=PATH outside of the classes"
@@ -208,8 +209,14 @@ def _list_class(root: Path, name: str) -> tuple[list[bytes], dict[str, int], Cou
 
 
 def subfolders(root: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, hidden ones and those of the system left out."""
-    return next(walk(str(root)))[2]
+    """Names of the folders in a folder, sorted; hidden ones, those of the system and `runs/` left out."""
+    return [name for name in next(walk(str(root)))[2] if name != RUNS or not _holds_runs(root / name)]
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Whether it has only folders of folders, EXPERIMENT/TIME/: trained beside the classes, with `data=.`."""
+    inside = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
+    return all(each.is_dir() or each.name[0] == "." for each in inside)
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import DONE
-from pycls_fast.files import atomic_write, timestamp, user_path
+from pycls_fast.files import RUNS, atomic_write, timestamp, user_path
 from pycls_fast.train.assemble import ShortTraining, short_training
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import Scorer
@@ -74,7 +74,7 @@ def lr_range_test(config: RunConfig, *, steps: int, lr_min: float, lr_max: float
     """Sweep `optim.lr`, print the result, and write `lr_find.json` and `lr_find.png`; no run folder is touched. For the
     arguments see `LrFindVerb`.
     """
-    folder = user_path(output or Path("lr_find") / f"{config.config_name}-{timestamp()}")
+    folder = user_path(output or Path(RUNS, "lr_find") / f"{config.config_name}-{timestamp()}")
     file = folder / "lr_find.json"
     rates = [lr_min * (lr_max / lr_min) ** (step / max(steps - 1, 1)) for step in range(steps)]
     with short_training(_uncompiled(config), steps=steps, output=file, several_ranks=True) as training:

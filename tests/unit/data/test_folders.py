@@ -165,6 +165,15 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     assert "images.zip is a file; unpack it, or say what it is: data.source=tar" in mistake("auto", archive)
 
 
+def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
+    """As `data=.` makes them; a class may have the name."""
+    write_tree(tmp_path, {"cat": 2, "dog": 2, "runs/finetune/2026-11-30_12-00-00": 1})
+    (tmp_path / "runs/.DS_Store").touch()
+    assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
+    write_tree(tmp_path, {"runs": 2})
+    assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
+
+
 def test_formats_that_are_not_read_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
