@@ -22,7 +22,7 @@ from pycls_fast.data.sources.files import labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.to_rgb import DamagedImage, decode
-from pycls_fast.errors import UserError, refusing
+from pycls_fast.errors import UserError, first_few, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 from pycls_fast.seeds import counter_seed
 from pycls_fast.values import Size
@@ -221,8 +221,8 @@ def open_digits(root: str, data: Source, how: Opening) -> dict[str, Images]:
 
 
 class DatasetImages(Images):
-    """A dataset of (image, label): Pillow images or uint8 (H, W, 3), before augmentation; labels from 0 on, names, or
-    rows of zeros and ones, a column for each class.
+    """A dataset of (image, label) or of dictionaries with them (`_KEYS`): Pillow images or uint8 (H, W, 3), before
+    augmentation; labels from 0 on, names, or rows of zeros and ones, a column for each class.
 
     Labels come from `targets`, which torchvision's datasets have, also inside a `torch.utils.data.Subset`; without it
     every image is read once. Class names come from `classes`.
@@ -253,11 +253,11 @@ class DatasetImages(Images):
         self.classes, self.labels, self.label_sets = found
         if len(self):
             # A dataset with other images is refused before training; a damaged image is skipped later.
-            with suppress(OSError, DamagedImage):
+            with refusing(f"data: the {self.where} has no images", ValueError), suppress(OSError, DamagedImage):
                 self.read(0)
 
     def read(self, index: int) -> np.ndarray:
-        image = self._dataset[index][0]
+        image = _part(self._dataset[index], 0)
         pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
             raise UserError(
@@ -267,13 +267,27 @@ class DatasetImages(Images):
         return pixels
 
 
+_KEYS = (("image", "img", "pixel_values"), ("label", "labels", "target"))
+"""What images and labels are called in items that are dictionaries."""
+
+
+def _part(item: Any, place: int) -> Any:
+    """The image (0) or the label (1) of an item."""
+    if not isinstance(item, Mapping):
+        return item[place]
+    found = [item[key] for key in _KEYS[place] if key in item]
+    if not found:
+        raise ValueError(f"items have {first_few(list(map(str, item)))}; call one {' or '.join(_KEYS[place])}")
+    return found[0]
+
+
 def _labels(dataset: Any) -> np.ndarray:
     if hasattr(dataset, "targets"):
         labels = np.asarray(dataset.targets)
     elif isinstance(dataset, Subset):
         labels = _labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     else:
-        labels = np.array([np.asarray(dataset[index][1]) for index in range(len(dataset))])
+        labels = np.array([np.asarray(_part(dataset[index], 1)) for index in range(len(dataset))])
     if labels.ndim == 1 and labels.dtype.kind in "bf":
         # Whole numbers in another format.
         whole = labels.astype(np.int64)

@@ -178,6 +178,19 @@ def test_a_dataset_of_torch(labels: tuple[Any, ...]) -> None:
     assert len(DatasetImages(Subset(Labelled(*labels), []))) == 0
 
 
+def test_a_dataset_of_dictionaries() -> None:
+    items = [{"id": n, "image": np.full((4, 4, 3), n, np.uint8), "label": name} for n, name in enumerate("bab")]
+    source = DatasetImages(items)
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1])
+    assert np.array_equal(source.read(1), items[1]["image"])
+    with pytest.raises(
+        UserError, match=r"rows of zeros and ones \(items have x, y; call one label or labels or target"
+    ):
+        DatasetImages([{"x": 0, "y": 1}])
+    with pytest.raises(UserError, match=r"the list has no images \(items have x, label; call one image or img"):
+        DatasetImages([{"x": 0, "label": 1}])
+
+
 def test_a_first_image_that_is_damaged_is_one_like_others() -> None:
     cut_off = Image.open(io.BytesIO(CONTENT["train"][0].data[:-20]))
     source = DatasetImages([(cut_off, 0), (Image.new("RGB", (4, 4)), 1)])
