@@ -719,6 +719,16 @@ def test_a_beit_file_with_the_indices_that_timm_leaves_out() -> None:
     assert_same(ours, theirs)
 
 
+def test_a_model_with_the_names_of_a_vit_and_other_shapes() -> None:
+    """SAM's positions are a map."""
+    name, options = "samvit_base_patch16", {"depth": 1, "embed_dim": 48, "num_heads": 3, "global_attn_indexes": ()}
+    theirs = randomise(timm.create_model(name, num_classes=CLASSES, img_size=64, **options)).eval()
+    ours = TimmNetwork(name=name, num_classes=CLASSES, image_size=64, options=options).double().eval()
+    load(ours, saved(theirs))
+    assert_same(ours, theirs, 64)
+    refused(small_vit(), saved(theirs), "unexpected: .*pos_embed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnext_atto", "edgenext_xx_small", "poolformer_s12", "beit_base_patch16_224"])
 def test_weights_of_another_model_than_timms_are_told(name: str) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pycls_fast.errors import UserError
-
 State = Mapping[str, Tensor]
 Row = tuple[str, ...]
 
@@ -40,28 +38,24 @@ _LEADING_ONES = {
 
 
 def read_names(state: State) -> tuple[str, dict[str, Tensor], list[str]]:
-    """The layout, the tensors in our names, and the names without one of ours (all of them for an unknown layout).
-
-    Raises:
-        UserError: a tensor whose shape contradicts the layout.
-    """
+    """The layout, the tensors in our names, and the names without one of ours (all of them for an unknown layout)."""
     if any(f"{prefix}embedding/kernel" in state for prefix in _JAX_PREFIXES):
-        return JAX_VIT, *_translate(_flax_in_torch_form(state), _jax_vit(), JAX_VIT)
+        return JAX_VIT, *_translate(_flax_in_torch_form(state), _jax_vit())
     if "encoder.block_0.ln_1.weight" in state:
-        return PYCLS_VIT, *_translate(state, _PYCLS_VIT, PYCLS_VIT, _PYCLS_VIT_SPELLINGS)
+        return PYCLS_VIT, *_translate(state, _PYCLS_VIT, _PYCLS_VIT_SPELLINGS)
     if "s1.b1.f.a.weight" in state:
         # Their blocks are counted from 1.
         spelled = {re.sub(r"(s\d\.b)(\d+)", lambda m: f"{m[1]}{int(m[2]) - 1}", name): t for name, t in state.items()}
-        return PYCLS_RESNET, *_translate(spelled, _pycls_resnet(), PYCLS_RESNET)
+        return PYCLS_RESNET, *_translate(spelled, _pycls_resnet())
     if "conv_proj.weight" in state:
-        return TORCHVISION_VIT, *_translate(state, _TORCHVISION_VIT, TORCHVISION_VIT, _TORCHVISION_VIT_SPELLINGS)
+        return TORCHVISION_VIT, *_translate(state, _TORCHVISION_VIT, _TORCHVISION_VIT_SPELLINGS)
     # Swin's patches have the same names, but not its blocks.
     if {"patch_embed.proj.weight", "blocks.0.norm1.weight"} <= state.keys():
         norm = "fc_norm" if "fc_norm.weight" in state else "norm"
         names = [*_timm_vit(norm), ("pre_logits.fc", "pre_logits")]
-        return TIMM_VIT, *_translate(_join_heads(state), names, TIMM_VIT, _DEIT3)
+        return TIMM_VIT, *_translate(_join_heads(state), names, _DEIT3)
     if "bn1.weight" in state and "layer1.0.conv1.weight" in state:
-        return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)), RESNET)
+        return RESNET, *_translate(state, _resnet("conv1.0.weight" in state, resnet_shortcut(state)))
     # Other projects' names begin with `stem.`, `blocks.` and `stages.`, too.
     own_block = "stages.0.0.conv1.weight" in state or any(name.startswith("blocks.0.attention.") for name in state)
     if own_block or any(name.startswith("network.") for name in state):
@@ -116,9 +110,10 @@ def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:
 
 
 def _translate(
-    state: State, table: Sequence[Row], what: str, spellings: Sequence[tuple[str, str]] = ()
+    state: State, table: Sequence[Row], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of `state` that are in the table, in our names, and the names of the rest.
+    """The tensors of `state` that are in the table, in our names, and the names of the rest, also of those whose shape
+    shows that they belong to another model with the same names (SAM's positions are a map).
 
     `spellings` are regular expressions and what replaces them, in this order.
     """
@@ -138,7 +133,8 @@ def _translate(
         tensor = state[name]
         ones = _LEADING_ONES.get(names[0], 0)
         if tensor.shape[:1].numel() % len(names) or (ones and (tensor.ndim != 3 or tensor.shape[:2].count(1) < ones)):
-            raise UserError(f"weights: {name} of shape {tuple(tensor.shape)} is not from a {what}")
+            rest.append(name)
+            continue
         if ones:
             tensor = tensor[0, 0] if ones == 2 else tensor.flatten(0, 1)
         found |= zip(names, tensor.chunk(len(names)) if len(names) > 1 else [tensor], strict=True)
