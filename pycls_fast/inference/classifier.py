@@ -313,9 +313,11 @@ class Classifier:
             return network(self.inputs(batch))
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
-        """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, else a softmax."""
+        """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, or where images have
+        several labels, else a softmax."""
         return scores_BK.sigmoid() if self._sigmoid else scores_BK.softmax(dim=1)
 
     @property
     def _sigmoid(self) -> bool:
-        return self.config.loss.criterion().sigmoid
+        # As in evaluation, whatever a user's own loss says of itself.
+        return self.several or self.config.loss.criterion().sigmoid

@@ -65,7 +65,14 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
         held_ND, held_N = collect_features(scorer, network, parts.sources["val"], "val")
         if len(labels_N.unique()) == 1:
             return
-        fitted = on_main(world, lambda: _fit_head(network, features_ND, labels_N, held_ND, held_N, go_on, report))
+
+        def fit() -> tuple[Tensor, Tensor]:
+            weight_KD, bias_K = _fit_head(network, features_ND, labels_N, held_ND, held_N, go_on, report)
+            if parts.config.loss.criterion().sigmoid:
+                bias_K = bias_K - sigmoid_shift(features_ND @ weight_KD.T + bias_K)
+            return weight_KD, bias_K
+
+        fitted = on_main(world, fit)
     state = step.weights.state_dict()
     with torch.no_grad():
         for parameter, values in zip(("weight", "bias"), fitted, strict=True):
@@ -113,6 +120,16 @@ def _fit_head(
     held_out_top1 = 100.0 * head.accuracy
     report(line, images=len(labels_N), penalty=head.penalty, held_out_top1=held_out_top1, knn_top1=knn_top1)
     return head.weight_KD, head.bias_K
+
+
+def sigmoid_shift(logits_NK: Tensor) -> float:
+    """What to take from all logits of a softmax, which it does not change, so that their sigmoids sum to 1 on average: the
+    best for binary cross-entropy, where each image is of one class."""
+    from scipy.optimize import brentq
+
+    ends = float(logits_NK.min()), float(logits_NK.max()) + math.log(logits_NK.shape[1])
+    shift: float = brentq(lambda by: float((logits_NK - by).sigmoid().sum(1).mean()) - 1.0, *ends)
+    return shift
 
 
 def _line(text: str, images: int) -> str:

@@ -155,8 +155,14 @@ def test_the_average_is_taken_unless_the_weights_are_asked_for(tmp_path: Path, p
         torch.testing.assert_close(found.double(), by_hand(pixels, sign=sign), rtol=1e-4, atol=1e-4)
 
 
-def test_a_network_trained_class_by_class_has_sigmoids(tmp_path: Path, pixels: np.ndarray) -> None:
-    (each, *_) = pycls_fast.load(make_run(tmp_path / "run", "loss=bce")).predict(pixels, topk=99)
+@pytest.mark.parametrize(("loss", "several"), [("bce", False), ("cross_entropy", True)])
+def test_a_network_trained_class_by_class_has_sigmoids(
+    tmp_path: Path, pixels: np.ndarray, loss: str, several: bool
+) -> None:
+    """So has one for images with several labels, in place of whose own loss an exported file has the default one."""
+    classifier = pycls_fast.load(make_run(tmp_path / "run", f"loss={loss}"))
+    classifier.several |= several
+    (each, *_) = classifier.predict(pixels, topk=99)
     assert len(each.top) == 10
     wanted = by_hand(pixels)[0].sigmoid().sort(descending=True).values
     assert [guess.probability for guess in each.top] == pytest.approx(wanted.tolist(), rel=1e-3)

@@ -28,7 +28,7 @@ from pycls_fast.train import train
 from pycls_fast.train.agreement import BUSY
 from pycls_fast.train.evaluate import places
 from pycls_fast.train.features import collect_features, knn_votes
-from pycls_fast.train.head import PENALTIES, _some, fit_each, fit_head, fit_logistic
+from pycls_fast.train.head import PENALTIES, _some, fit_each, fit_head, fit_logistic, sigmoid_shift
 from pycls_fast.train.signals import Stopped
 from pycls_fast.train.tasks import lr_range
 from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
@@ -248,6 +248,18 @@ def test_a_head_for_images_with_several_labels() -> None:
     assert (logits_NK[:, 3] == 20).all()
 
 
+def test_the_logits_of_a_softmax_become_those_of_sigmoids() -> None:
+    features, labels = clusters([30, 30, 30, 30], 16, 1.5)
+    head, true_NK = fit_logistic(features, labels, 4), F.one_hot(labels).float()
+    logits_NK = (features @ head.weight_KD.T + head.bias_K).double()
+    losses = {
+        by: float(F.binary_cross_entropy_with_logits(logits_NK - by, true_NK.double()))
+        for by in (0.0, *(sigmoid_shift(logits_NK) + step for step in (-0.1, 0.0, 0.1)))
+    }
+    assert min(losses, key=losses.__getitem__) == sigmoid_shift(logits_NK)
+    assert losses[0.0] > 1.4 * min(losses.values())
+
+
 def test_weights_that_are_not_finite_are_one_line() -> None:
     config = config_of()
     network = build.model(config, 10, Speed())
@@ -334,11 +346,14 @@ def test_other_ranks_hear_that_the_fit_goes_on(monkeypatch: pytest.MonkeyPatch) 
         weights = OwnedWeights(torch.nn.ModuleDict({"head": torch.nn.Linear(6, 2)}))
         step = SimpleNamespace(sets_LK=None, ema=None, weights=weights)
         world, sources = Wire(rank, 2, torch.device("cpu"), sent=sent), {"train": range(6), "val": range(6)}
-        parts: Any = SimpleNamespace(step=step, network=network, sources=sources)
+        parts: Any = SimpleNamespace(step=step, network=network, sources=sources, config=config_of("loss=bce"))
         scorer: Any = SimpleNamespace(world=world)
         fit_head(parts, scorer, lambda: None, lambda *_, **__: None)
         assert sent.count(BUSY) >= len(PENALTIES) * (rank == 0)
-        ends.append(weights.state_dict()["head.weight"])
+        ends.append([tensor.clone() for tensor in weights.state_dict().values()])
     assert sent == []
-    assert ends[0].any()
-    assert torch.equal(*ends)
+    (weight_KD, bias_K), other = ends
+    assert weight_KD.any()
+    assert torch.equal(weight_KD, other[0])
+    # With loss=bce each class has a sigmoid.
+    assert (features[0] @ weight_KD.T + bias_K).sigmoid().sum(1).mean() == pytest.approx(1)
