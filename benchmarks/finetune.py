@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
+from words import command_words
 
 import pycls_fast
 from pycls_fast.network import Network
@@ -64,6 +65,7 @@ RULES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "the last within an error": partial(best_evaluation, metric="top1", tolerance=1.0),
     "the last": lambda records: -1,
 }
+PATHS = ("DATA", "WEIGHTS", "OUT")
 COLUMNS = ("kNN", "linear probe", "finetune", "best of 8 plain loops", "torchvision's recipe", "timm's defaults")
 
 
@@ -292,7 +294,7 @@ def measure(
         return scores_of(folder, "run")["top1"]
 
     take("finetune", finetune)
-    if "rules" in asked and not set(RULES) <= done:
+    if asked["rules"] and not set(RULES) <= done:
         for rule, score in by_rule(folder).items():
             record(rule, score, 0.0)
     take("torchvision's recipe", lambda: loop("sgd", 0.1 * BATCH / 256, 1e-4)[1])
@@ -316,13 +318,13 @@ def table(lines: list[dict[str, object]], columns: Sequence[str]) -> str:
 
 
 def main() -> None:
-    root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
-    asked = dict(argument.split("=") for argument in sys.argv[4:])
-    columns = asked["columns"].split(",") if "columns" in asked else COLUMNS
+    paths, asked = command_words(__doc__, *PATHS, tasks=",".join(TASKS), seeds="3", columns=",".join(COLUMNS), rules="")
+    root, weights, out = (Path(path).resolve() for path in paths)
+    columns = asked["columns"].split(",")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.jsonl"
-    for seed in range(int(asked.get("seeds", 3))):
-        for task in asked["tasks"].split(",") if "tasks" in asked else TASKS:
+    for seed in range(int(asked["seeds"])):
+        for task in asked["tasks"].split(","):
             lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
             done = {str(line["column"]) for line in lines if (line["task"], line["seed"]) == (task, seed)}
             done |= set(COLUMNS) - set(columns)
@@ -338,7 +340,7 @@ def main() -> None:
             measure(root, start, task, seed, folder, done, asked, record)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     print(table(lines, COLUMNS))
-    if "rules" in asked:
+    if asked["rules"]:
         print(table(lines, tuple(RULES)))
 
 

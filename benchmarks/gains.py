@@ -11,12 +11,12 @@ low-rank factors in the rest; `labels`: several of each image (`finetune_multi_l
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from finetune import call, lay_out, place, scores_of, seven_classes, split
+from finetune import PATHS, call, lay_out, place, scores_of, seven_classes, split
+from words import command_words
 
 # Of airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck.
 LABELS = ("vehicle;flies", "vehicle;wheels", "animal;flies", "animal;pet", "animal;hooves", "animal;pet",
@@ -61,9 +61,9 @@ class Bench:
 
 
 def main() -> None:
-    root, weights, out = (Path(argument).resolve() for argument in sys.argv[1:4])
-    asked = {"task": "10x100@64", "seeds": "3", "rows": "tta,calibrate,int8,soup,crop,lora,labels"}
-    asked |= dict(argument.split("=") for argument in sys.argv[4:])
+    every = "tta,calibrate,int8,soup,crop,lora,labels"
+    paths, asked = command_words(__doc__, *PATHS, task="10x100@64", seeds="3", rows=every)
+    root, weights, out = (Path(path).resolve() for path in paths)
     task, rows = asked["task"], asked["rows"].split(",")
     size = int(task.partition("@")[2])
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import html
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from torchvision import transforms
+from words import command_words
 
 from pycls_fast.train.by_class import class_scores
 from pycls_fast.train.evaluate import Evaluation, Predictions
@@ -86,9 +86,9 @@ def shown(files: list[Path], classes: list[str], predictions: Predictions, folde
 
 def main() -> None:
     """Plant, predict, count."""
-    root, weights, page = map(Path, sys.argv[1:4])
-    options = {"images": 5000, "size": 128, "class": 3}
-    options |= {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[4:])}
+    paths, asked = command_words(__doc__, "DATA", "WEIGHTS", "PAGE", **{"images": "5000", "size": "128", "class": "3"})
+    root, weights, page = map(Path, paths)
+    options = {key: int(value) for key, value in asked.items()}
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     items = [
         (file, label) for label, folder in enumerate(folders) for file in sorted(folder.iterdir())[: options["images"]]

@@ -1,4 +1,4 @@
-"""The error rates of the ledger's verdicts, on simulated ladders: `python benchmarks/ledger_errors.py [LADDERS]`.
+"""The error rates of the ledger's verdicts, on simulated ladders: `python benchmarks/ledger_errors.py [ladders=2000]`.
 
 Each ladder is designed, looked at and decided by the code that decides real ones; only the trainings are drawn: the
 effects of the variants that are on, noise, and how many images a pair disagrees on. (The luck of a seed cancels.)
@@ -8,11 +8,11 @@ Prints a table in Markdown (docs/method.md), of 2,000 ladders of each truth.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from words import command_words
 
 from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.ledger.ladder.plan import Factors, Family, families
@@ -171,4 +171,4 @@ def main(ladders: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    main(int(command_words(__doc__, ladders="2000")[1]["ladders"]))

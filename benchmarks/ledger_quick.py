@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from words import command_words
 
 from pycls_fast.config.keys import text_override
 from pycls_fast.ledger.report.effects import Pair, deviation_of, floor_of, runs_that_resolve
@@ -62,11 +63,11 @@ def pair_of(folders: list[Path]) -> Pair:
 
 def main() -> None:
     """Train every candidate and print the table."""
-    out = Path(sys.argv[1])
-    options = {"pairs": "4", "jobs": "2"} | dict(word.split("=", 1) for word in sys.argv[2:])
+    (place,), options = command_words(__doc__, "OUT", cifar10="", pairs="4", jobs="2")
+    out = Path(place)
     pairs_each, jobs = int(options["pairs"]), int(options["jobs"])
     candidates = dict(CANDIDATES)
-    if "cifar10" in options:
+    if options["cifar10"]:
         root = text_override("data.root", options["cifar10"])
         candidates |= {name: ["vit_cifar10", root, *ONCE, *overrides] for name, overrides in CIFAR10.items()}
     print("| workload | top-1 | deviation within a pair | times independent images | min a run | min to decide 0.25 |")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from words import command_words
 
 from pycls_fast.config import load_config
 from pycls_fast.plan import cluster as clusters
@@ -52,6 +53,7 @@ def timed(name: str, overrides: list[str], ranks: int, folder: Path) -> float:
 
 
 def main() -> None:
+    command_words(__doc__)
     print(*provenance_lines(torch.device("cpu")), "", sep="\n")
     layouts = [
         (model, replace(layout, precision="fp32"))

@@ -19,6 +19,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from words import command_words
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSES = 1000
@@ -53,12 +54,11 @@ def theirs(weights: Path, name: str, images: list[Path]) -> list[tuple[int, floa
 
 
 def main() -> None:
-    weights, images = Path(sys.argv[1]).resolve(), Path(sys.argv[3]).resolve()
+    (file, name, folder_of_images), _ = command_words(__doc__, "FILE", "NAME", "IMAGES")
+    weights, images = Path(file).resolve(), Path(folder_of_images).resolve()
     files = sorted(file for file in images.rglob("*") if file.suffix.lower() in {".jpg", ".jpeg", ".png"})[:CLASSES]
     with tempfile.TemporaryDirectory() as folder:
-        pairs = list(
-            zip(ours(weights, sys.argv[2], files, Path(folder)), theirs(weights, sys.argv[2], files), strict=True)
-        )
+        pairs = list(zip(ours(weights, name, files, Path(folder)), theirs(weights, name, files), strict=True))
     same = [(a, b) for a, b in pairs if a[0] == b[0]]
     largest = max(abs(a[1] - b[1]) for a, b in same)
     print(f"{len(same)} of {len(pairs)} classes are timm's; their probabilities differ by at most {largest:.1e}")

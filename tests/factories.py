@@ -175,10 +175,13 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def script(name: str) -> Any:
-    """A script of `benchmarks/`, which is no package; another project's may be installed."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "benchmarks" / f"{name}.py")
+    """A script of `benchmarks/`, no package (another project's may be installed); it may import those beside it."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        spec.loader.exec_module(module)
     return module

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,23 @@ from tests.factories import photographs, script
 gpu, memory_plan = script("gpu"), script("memory_plan")
 
 SMALL = ["--small", "--device", "cpu", "--steps", "1", "--warmup-steps", "1", "--repeats", "2", "--limit", "2000"]
+
+
+@pytest.mark.parametrize("name", ["finetune", "gains", "label_errors", "ledger_quick", "plan_here", "timm_predictions"])
+def test_help_and_a_mistyped_key_start_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, status, said in (
+        (["--help"], 0, f"benchmarks/{name}.py"),
+        (["a", "b", "c", "sed=1"], 2, "the keys are"),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            script(name).main()
+        assert ended.value.code == status
+        assert said in "".join(capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -162,7 +180,6 @@ def test_all_pipelines_load_as_many_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, batches: int
 ) -> None:
     """Of 60 in batches of 50, of which their rates are."""
-    monkeypatch.syspath_prepend(Path(gpu.__file__).parent)
     pipeline = script("input_pipeline")
     for number in range(60):
         file = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
@@ -190,7 +207,6 @@ def test_predictions_of_a_few_images_are_compared(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_the_table_of_sharded_optimizers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(gpu.__file__).parent)
     given = ["--sharded", "--rounds", "1", "--optimizers", "sgd", "--out", str(tmp_path / "page.md")]
     monkeypatch.setattr("sys.argv", ["", *given])
     script("optimizers").main()
