@@ -248,12 +248,14 @@ ALIASES = {
 """Short names of keys, on the command line and from Python."""
 
 
-def long_name(override: str, folders: Sequence[Path]) -> str:
-    """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data."""
+def long_name(override: str, folders: Sequence[Path], *, is_sourced: bool = False) -> str:
+    """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data.
+
+    `is_sourced`: `data.source` is typed, too, so `data=NAME` is a folder, even one that is not there."""
     # No option has a slash: a folder that is not there is told as one.
     key, separator, value = override.partition("=")
     is_other = key != "data" or value.startswith("{") or value in options("data", folders)
-    if not is_other and ("/" in value or exists(user_path(value))):
+    if not is_other and (is_sourced or "/" in value or exists(user_path(value))):
         key = "data.root"
     return f"{ALIASES.get(key, key)}{separator}{value}"
 
@@ -272,7 +274,8 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist: by default
     Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`."""
     names = groups(folders)
-    overrides = [long_name(override, folders) for override in overrides]
+    is_sourced = any(override.startswith("data.source=") for override in overrides)
+    overrides = [long_name(override, folders, is_sourced=is_sourced) for override in overrides]
     written_out = (part for override in overrides for part in _written_out(override, folders))
     return [_as_hydra_override(override, names, folders) for override in written_out]
 

@@ -173,6 +173,10 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         what = _no_choice(value, context["expected"])
     else:
         message = str(found["msg"]).removeprefix("Value error, ").replace("Input should be ", "must be ")
+        field = None if section is None else section.model_fields.get(key.rpartition(".")[2])
+        if field is not None and types.NoneType in typing.get_args(field.annotation) and "_than" in kind:
+            # What 0 does not switch off, null does.
+            message += ", or null"
         what = f"{message[0].lower()}{message[1:]}; got {_shown(value)}"
     if kind == "string_type" and isinstance(value, int | float):
         what += f"; quotes within quotes make it text: '{key}=\"{value}\"'"

@@ -164,7 +164,7 @@ def _run(files: RunFiles) -> Record:
         "config_name": run.config.get("config_name"),
         "environment": dict(files.environment),
         "finished": run.summary is not None,
-        **{key: last.get(key) for key in ("top1", "top5", "map", "loss", "count")},
+        **{key: last.get(key) for key in ("top1", "top5", "class_top1", "map", "loss", "count")},
         **{key: run.numbers[key] for key in ("best_top1", "images_per_second", "epoch")},
         "memory_peak_bytes": summary.get("memory_peak_bytes", newest.get("memory_peak_bytes")),
         **{key: summary.get(key) for key in _SUMMARY_KEYS},
@@ -316,6 +316,7 @@ def report_folds(folders: Sequence[str], report: str) -> None:
         "runs": ", ".join(str(each.run.path) for each in files),
         "images": f"{len(found.indices_N):,} of {len(whole):,}",
         "top-1": f"{top1:.2f}%",
+        "balanced accuracy": f"{scores['class_top1']:.2f}%",
         "F1, mean of the classes": f"{scores['f1']:.2f}%",
     }
     result = Evaluation(top1, np.nan, None, len(found.indices_N), found)

@@ -174,9 +174,9 @@ def telling_scores(record: Mapping[str, Any]) -> list[str]:
     return [key for key in keys if not says_nothing(record, key)]
 
 
-def scores_text(record: Mapping[str, Any], *, brief: bool = False, apart: str = ", ") -> str:
-    """Those of `telling_scores`, only the first if `brief`."""
-    return apart.join(f"{SCORES[key]} {record[key]:.2f}%" for key in telling_scores(record)[: 1 if brief else None])
+def scores_text(record: Mapping[str, Any], *, apart: str = ", ") -> str:
+    """Those of `telling_scores`."""
+    return apart.join(f"{SCORES[key]} {record[key]:.2f}%" for key in telling_scores(record))
 
 
 class _Numbers(ProgressColumn):

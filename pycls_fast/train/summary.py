@@ -46,8 +46,7 @@ def summarise(
     final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
     if final is not None and best is not None and stopped is None:
         run.display.note(
-            f"done: {scores_text(final)}  (best, by {metric}: {scores_text(best, brief=True)} at epoch "
-            f"{epochs(best['epoch'])})"
+            f"done: {scores_text(final)}  (best, by {metric}: {scores_text(best)} at epoch {epochs(best['epoch'])})"
         )
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")

@@ -16,6 +16,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import Finished, UserError
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import train
+from pycls_fast.train.display import scores_text
 from pycls_fast.train.run_state import Run
 from pycls_fast.train.saved_weights import open_weights
 from pycls_fast.train.tasks.score import score
@@ -55,7 +56,9 @@ def test_leaves_everything_behind(tmp_path: Path, digits: Path, capsys: pytest.C
     assert summary["world_size"] == 1
     assert summary["images_per_second"] > 0
     printed = capsys.readouterr().out
-    assert f"top-1 {summary['final']['top1']:.2f}%" in printed
+    final, best = summary["final"], summary["best"]
+    assert final["class_top1"] != final["top1"]
+    assert f"done: {scores_text(final)}  (best, by top1: {scores_text(best)} at epoch " in printed
     assert str(tmp_path) in printed
     # What was printed, but for blanks at the ends of lines.
     log = (tmp_path / "log.txt").read_text()

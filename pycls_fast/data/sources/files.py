@@ -135,7 +135,8 @@ def find_files(root: str, suffixes: tuple[str, ...], data: Files, *, deep: bool 
         return {"all": train} if data.val is None else {"train": train, "val": _expand(root, data.val, "data.val")}
     found = sorted(files_below(root, suffixes, deep=deep))
     if not found:
-        raise UserError(f"there are no {' or '.join(suffixes)} files in {root} (see data/README.md)")
+        hint = "class folders need data.source=folder; see data/README.md"
+        raise UserError(f"there are no {' or '.join(suffixes)} files in {root} ({hint})")
     _check_complete(found)
     splits: dict[str, tuple[str, ...]] = {}
     for file in found:
@@ -269,7 +270,8 @@ def name_classes(
     if len(lacking) == len(labels):
         return Labels(tuple(names or ()), np.full(len(labels), -1, dtype=np.int32))
     if lacking:
-        raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label (number {lacking[0]:,})")
+        first = f"the first is number {lacking[0]:,}"
+        raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label ({first}); leave them out")
     wrong = [label for label in labels if not isinstance(label, str | int)]
     if wrong:
         use = (

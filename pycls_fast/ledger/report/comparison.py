@@ -73,6 +73,7 @@ def notes(record: Record) -> list[str]:
 _NUMBERS: Sequence[tuple[str, str, Callable[[float], str], str]] = (
     ("top-1, %", "top1", "{:.2f}".format, "+.2f"),
     ("top-5, %", "top5", "{:.2f}".format, "+.2f"),
+    ("balanced accuracy, %", "class_top1", "{:.2f}".format, "+.2f"),
     ("mAP, %", "map", "{:.2f}".format, "+.2f"),
     ("loss", "loss", "{:.4f}".format, "+.4f"),
     ("best top-1, %", "best_top1", "{:.2f}".format, "+.2f"),

@@ -133,6 +133,11 @@ def test_usual_names_stand_for_keys_that_exist() -> None:
     assert not set(USUAL_KEYS) & {key.rpartition(".")[2] for key in known_keys(RunConfig)}
 
 
+def test_a_name_beside_a_source_is_a_folder() -> None:
+    # One that is not there is then said to be missing, not that none is set.
+    assert load_config("vit_digits", ["data=insects", "data.source=folder"]).data.root == "insects"
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         load_config("vit_digits", ["optim.lrr=1", "seed=-1", "data.image_size=big", "speed.clip=x", "zz=1"])

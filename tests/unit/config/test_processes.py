@@ -45,9 +45,10 @@ def own_tool(folder: Path, body: str, first: str = "") -> Path:
     [
         (
             "train_net",
-            ["--config-name", "vit_digits", "optim.lr=-1", "sped.clip=loop"],
+            ["--config-name", "vit_digits", "optim.lr=-1", "optim.ema_decay=0", "sped.clip=loop"],
             [
                 "optim.lr: must be greater than 0; got -1 (the command line)",
+                "optim.ema_decay: must be greater than 0, or null; got 0 (the command line)",
                 "sped: unknown key; did you mean speed? (the command line)",
             ],
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_planted_disagreements(runs: Path, tmp_path: Path, capsys: pytest.Captur
     assert "only A right: 4; only B right: 2; both wrong: 1" in said
     assert "No difference that 359 images can show: -0.56 points" in said
     assert "speed.attention" in said
+    assert re.search(r"balanced accuracy, % +79.00 +79.00 ", said)
     page = Page(tmp_path / "out" / "index.html")
     assert page.pictures == ["svg+xml"] * 2 + ["png"] * 5
     for words in ("Right in A, wrong in B: 3 of 4", "Right in B, wrong in A: 2", "optim.lr", "0.001", "rounding"):

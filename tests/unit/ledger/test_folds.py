@@ -37,6 +37,7 @@ def test_a_page_over_all_folds(digits: Path, tmp_path: Path, capsys: pytest.Capt
     assert "<p>9 images" in html
     assert "1,797 of 1,797" in html
     assert "99.50%" in html
+    assert re.search(r"balanced accuracy</td>\s*<td[^>]*>99[.]5\d%", html)
     assert "Shown and searched" not in html
     make_run(runs / "again", digits, {}, "data.folds=3", "data.fold=2")
     with pytest.raises(UserError, match=r"^report: these are not runs of different folds"):
