@@ -162,7 +162,7 @@ class MachineVerb(Verb, default=None):
     """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
 
     output: Annotated[str, Field(pattern=r"\.yaml$")] = "here.yaml"
-    """A .yaml file; cluster=FILE.yaml:herexNUMBER plans with it."""
+    """A .yaml file; cluster=FILE.yaml:xNUMBER plans with it."""
 
     def __call__(self) -> int:
         from pycls_fast.plan import calibrate
@@ -184,7 +184,7 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """
 
     cluster: str = "h100x8"
-    """A kind of accelerator and their number: h100x64; or FILE.yaml:NAMExNUMBER with what `plan calibrate` wrote."""
+    """A kind of accelerator and their number: h100x64; or FILE.yaml:xNUMBER with what `plan calibrate` wrote."""
     price: PositiveFloat | None = None
     """The price of an accelerator for an hour, in any currency."""
     images: PositiveInt = 1281167

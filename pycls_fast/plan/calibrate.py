@@ -244,4 +244,4 @@ def calibrate(file: Path) -> str:
     entry = json.loads(json.dumps({"accelerators": {"here": asdict(made)}, "clusters": {"here": cluster}}))
     text = yaml.safe_dump(entry, sort_keys=False)
     file.write_text(text, encoding="utf-8")
-    return f"{text}\nwritten: {file}; plan with cluster={file}:herex{ranks}"
+    return f"{text}\nwritten: {file}; plan with cluster={file}:x{ranks}"

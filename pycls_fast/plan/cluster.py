@@ -298,7 +298,8 @@ def accelerator(name: str, file: Path = _FILE) -> Accelerator:
 
 
 def cluster(text: str, memory: float | None = None) -> Cluster:
-    """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME.
+    """A cluster from `NAMExRANKS`: h100x64; NAME is one of `clusters.yaml`, or of a file, FILE.yaml:NAME. Without
+    xRANKS it is one rank, and FILE.yaml or FILE.yaml:x4 is of the file's only cluster.
 
     Args:
         memory: bytes of each rank; None: what the file says, which a CPU's ranks share.
@@ -306,11 +307,14 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     Raises:
         UserError: there is no such cluster or file.
     """
-    path, ending, name = text.rpartition(".yaml:")
-    file = user_path(path + ".yaml") if ending else _FILE
-    known, found = constants(file).clusters, re.fullmatch(r"(.*)x([1-9]\d*)", name)
+    path, ending, name = text.rpartition(".yaml")
+    file = user_path(path + ending) if ending else _FILE
+    known, name = constants(file).clusters, name.removeprefix(":")
+    found = re.fullmatch(r"(.*)x([1-9]\d*)", name)
     # The name rtx3090 looks as if it ended in a number of ranks.
     kind, ranks = (name, 1) if name in known or found is None else (found[1], int(found[2]))
+    if not kind and len(known) == 1:
+        (kind,) = known
     one_of("cluster", kind, known, more=", with a number: h100x64")
     settings = known[kind]
     if ranks > settings.per_node and ranks % settings.per_node:

@@ -125,6 +125,8 @@ def test_ranks_of_a_cpu_share_its_memory(tmp_path: Path) -> None:
     found = [clusters.cluster(f"{file}:herex{ranks}").accelerator.memory for ranks in (1, 2, 8, 16)]
     assert found == [16e9, 8e9, 2e9, 2e9]
     assert clusters.cluster(f"{file}:herex2", 1e9).accelerator.memory == 1e9
+    # A file's only cluster needs no name.
+    assert [clusters.cluster(f"{file}{end}").ranks for end in ("", ":x2")] == [1, 2]
 
 
 def test_float32_without_tf32_is_slower(search: Search) -> None:
