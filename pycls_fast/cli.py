@@ -35,7 +35,7 @@ def main(verb: str | None = None) -> NoReturn:
     """Run a verb from `sys.argv`, and exit with its status; without an argument, the first word is the verb."""
     # Before anything that takes time to import; and not in the processes that a command starts.
     end_imports_at_ctrl_c()
-    # What is imported is hundreds of thousands of objects and no garbage: to look for it took a tenth of a short command.
+    # What is imported is hundreds of thousands of objects, no garbage: to look for it took a tenth of a short command.
     gc.set_threshold(10_000, 10, 10)
     if "--version" in sys.argv[1:]:
         print(f"pycls-fast {__version__}")

@@ -123,8 +123,8 @@ def _fit_head(
 
 
 def sigmoid_shift(logits_NK: Tensor) -> float:
-    """What to take from all logits of a softmax, which it does not change, so that their sigmoids sum to 1 on average: the
-    best for binary cross-entropy, where each image is of one class."""
+    """What to take from all logits of a softmax, which it does not change, so that their sigmoids sum to 1 on average:
+    the best for binary cross-entropy, where each image is of one class."""
     from scipy.optimize import brentq
 
     ends = float(logits_NK.min()), float(logits_NK.max()) + math.log(logits_NK.shape[1])
