@@ -48,6 +48,9 @@ class Layout:
             parallel["name"] = "fsdp"
             if self.replicate > 1:
                 parallel |= {"name": "hsdp", "shard_degree": self.shard, "replicate_degree": self.replicate}
+        else:
+            # A configuration that shards may keep weights.
+            parallel["reshard_after_forward"] = True
         for name in ("tensor", "expert", "pipeline"):
             parallel[f"{name}_degree"] = getattr(self, name)
         if self.pipeline > 1:

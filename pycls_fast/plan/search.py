@@ -365,7 +365,8 @@ class Search:
             found["all_gather"] = float(copies.compute_bytes * gathers)
             found["reduce_scatter"] = 4.0 * gradients * layout.sums
         if layout.replicate > 1:
-            itemsize = copies.compute_bytes if copies.has_buckets else 4
+            narrow = self.config.parallel.compression != "none"
+            itemsize = 2 if narrow else copies.compute_bytes if copies.has_buckets else 4
             found["all_reduce"] = itemsize * plan.sizes[0].trained / layout.shard
         return found
 

@@ -66,6 +66,14 @@ def test_no_layout_is_one_that_training_refuses(settings: str, refused: str) -> 
     }
 
 
+def test_a_configuration_that_keeps_gathered_weights_has_legal_layouts() -> None:
+    zero2 = (*VIT, "precision=fp32", "parallel=fsdp", "parallel.reshard_after_forward=false")
+    found = list(Search(config_of(*zero2), clusters.cluster("h100x8"), 10).layouts())
+    for layout in (Layout(8, precision="fp32"), Layout(1, 8, precision="fp32")):
+        assert layout in found
+        assert config_of(*zero2, *layout.overrides).parallel.reshard_after_forward == (layout.shard == 1)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -182,6 +190,8 @@ def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(searc
     assert found["reduce_scatter"] == 4.0 * weights
     assert found["all_reduce"] == 4.0 * weights / 8
     assert 2.0 * weights < found["all_gather"] < 4.0 * weights
+    narrow = Search(search.config.with_values(parallel={"compression": "bf16"}), search.cluster, 10)
+    assert narrow.exchanged_bytes(Layout(16)) == {"all_reduce": 2.0 * weights}
 
 
 def test_the_fastest_that_fits_comes_first_and_all_can_be_typed(search: Search) -> None:
