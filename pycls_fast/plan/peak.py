@@ -196,11 +196,12 @@ def state(sizes: Sizes, copies: Copies) -> State:
     if copies.has_buckets:
         kept += own
     # Masters take the network's gradients in float32 after the backward pass (under `single`, after each microbatch).
-    accumulates = copies.accumulates and not copies.has_buckets
-    accumulated = gradients * accumulates
+    # DDP has them in its buckets only after the last microbatch, to which those of the others are new tensors.
+    taken = gradients + (0.0 if copies.masters_kept else masters)
+    accumulated = copies.accumulates * (own if copies.has_buckets else taken)
     grows = 0.0 if copies.gradients_exist else 1.0
     # Until then, the network's own gradients exist beside those of the masters.
-    updating = kept + gradients + (0.0 if copies.masters_kept else masters) if half else kept + own
+    updating = kept + (taken if half else own)
     if copies.has_buckets and not half:
         updating = kept
     taking = updating + (own if half and not copies.has_buckets else 0.0)
@@ -244,7 +245,8 @@ def pipelined_peak(
         sizes: of its stages together.
         inputs: bytes of batches and images of all microbatches.
     """
-    held = state(sizes, copies)
+    # Masters take the network's gradients after the last microbatch.
+    held = replace(state(sizes, copies), accumulated=float(copies.compute_bytes * sizes.trained))
     gathers = grown = 0.0
     if copies.shards == "weights":
         # FSDP in a stage keeps whole weights, and adds up whole gradients until the last microbatch.

@@ -40,7 +40,9 @@ COMMON = (
     *("data.image_size=64", f"data.global_batch_size={BATCH}", "augment=none", "optim=adamw", "speed.optimizer=loop"),
 )  # fmt: skip
 LAYOUTS = {
-    str(layout) + (", recomputed" if layout.recompute == "full" else ""): replace(layout, precision="fp32")
+    f"{layout}, {layout.accumulation} x" + (", recomputed" if layout.recompute == "full" else ""): replace(
+        layout, precision="fp32"
+    )
     for layout in (
         Layout(replicate=4),
         Layout(shard=4),

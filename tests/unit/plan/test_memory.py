@@ -105,6 +105,7 @@ def test_the_peak_is_what_mem_tracker_counts(base: tuple[str, ...], recompute: s
                 ("optim.ema_decay=0.9", "optim.trainable=head"),
                 ("precision=amp_bf16", "optim.accumulation_steps=2", "optim.trainable=[head,blocks.2]"),
                 ("precision=bf16",),
+                ("precision=bf16", "optim.accumulation_steps=2"),
                 ("speed.recompute=selective",),
                 ("speed.optimizer=foreach", "optim.ema_decay=0.9"),
             )
@@ -174,6 +175,8 @@ def test_the_state_of_each_strategy() -> None:
     assert held("single", 1).updating == held("ddp", 1).updating == 16_000
     # DDP's buckets are never freed.
     assert (held("single", 1).kept, held("ddp", 1).kept) == (12_000, 16_000)
+    # Until the last microbatch the others' gradients are not in them.
+    assert held("ddp", 1, accumulates=True).accumulated == 4_000
     assert (held("fsdp").kept, held("fsdp").updating) == (3_000, 4_000)
     assert held("fsdp", averaged=True).updating == 5_000
     assert held("fsdp", trained=40).updating == 1_000 + 120
