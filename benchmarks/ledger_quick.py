@@ -19,7 +19,7 @@ import numpy as np
 from words import command_words
 
 from pycls_fast.config.keys import text_override
-from pycls_fast.ledger.report.effects import Pair, deviation_of, floor_of, runs_that_resolve
+from pycls_fast.ledger.report.effects import Pair, deviation_of, floor_of, resolution, runs_that_resolve
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import RunFolder
 
@@ -87,7 +87,7 @@ def main() -> None:
         deviation, ratio = deviation_of(pairs), np.var([p.difference for p in pairs], ddof=1) / 2 / floor_of(pairs)
         minutes = float(np.mean([summary["wall_seconds"] for summary in summaries])) / 60
         top1 = float(np.mean([summary["final"]["top1"] for summary in summaries]))
-        needed = runs_that_resolve(deviation, MARGIN) * minutes / jobs
+        needed = runs_that_resolve(resolution(2 * deviation), 1, MARGIN) * minutes / jobs
         print(f"| {name} | {top1:.2f} | {deviation:.2f} | {ratio:.1f} | {minutes:.1f} | {needed:.0f} |", flush=True)
 
 

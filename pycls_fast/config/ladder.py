@@ -28,8 +28,8 @@ class Variant(Section):
 
     `ranks` is the number of processes of this variant and, in a cumulative ladder, of those after it. `needs` names the
     only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches, and
-    `batch_ratio` the global batch. `against` names the variant that this one is a change of, if that is not the
-    baseline: the two are compared, and selecting this one also selects the other. `tree` is the folder of another
+    `batch_ratio` the global batch. `against` names the variant above that this one is a change of, if that is not
+    the baseline: the two are compared, and selecting this one also selects the other. `tree` is the folder of another
     checkout (a git worktree, say) whose code this variant runs.
 
     In the plan of a ladder (`ledger.ladder.plan`): `overrides` are all that are appended to the experiment's, `ranks`
@@ -68,10 +68,11 @@ class Ladder(Section):
         twice = sorted({name for name in every if every.count(name) > 1})
         if twice:
             raise ValueError(f"more than one variant is called {', '.join(twice)}")
-        for variant in variants:
-            if variant.against is not None and variant.against not in set(names) - {variant.name}:
-                near = did_you_mean(variant.against, names)
-                raise ValueError(f"'{variant.name}' is against {variant.against}, which is not another variant{near}")
+        for place, variant in enumerate(variants):
+            # In this order a change replaces values of what it is a change of.
+            if variant.against is not None and variant.against not in names[:place]:
+                near = did_you_mean(variant.against, names[:place])
+                raise ValueError(f"'{variant.name}' is against {variant.against}, which is no variant above it{near}")
         return variants
 
 
@@ -151,11 +152,13 @@ def ladder_of(switches: Sequence[str]) -> Ladder:
 def of_switches() -> Iterator[Variant]:
     """Every value of every switch, alone on top of the plain twins; one that needs other settings is compared with a
     variant of only those."""
-    found = [
+    every = [
         (switch, value, (f"speed.{switch.name}={value}", *switch.needs.get(value, "").split()))
         for switch in SWITCHES.values()
         for value in switch.values[1:]
     ]
+    # What is needed by others comes before them.
+    found = sorted(every, key=lambda each: len(each[2]))
     names = {frozenset(overrides): f"{switch.name} {value}" for switch, value, overrides in found}
     for switch, value, overrides in found:
         needed = overrides[1:]

@@ -25,7 +25,7 @@ from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.errors import UserError, did_you_mean, refuse
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.effects import LOOKS
+from pycls_fast.ledger.report.effects import LOOKS, errors_of
 from pycls_fast.ledger.report.record import Status
 
 # Longest name in a path, in characters; file systems allow about 250.
@@ -75,14 +75,11 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
 
 def with_parents(ladder: Ladder, names: Collection[str]) -> tuple[str, ...]:
     """The names, and those of the variants that they are against, directly or not; in the ladder's order."""
-    against = {variant.name: variant.against for variant in ladder.variants}
-    found: set[str] = set()
-    for start in names:
-        name: str | None = start
-        while name is not None and name not in found:
-            found.add(name)
-            name = against.get(name)
-    return tuple(name for name in against if name in found)
+    found = {*names}
+    for variant in reversed(ladder.variants):
+        if variant.name in found and variant.against is not None:
+            found.add(variant.against)
+    return tuple(variant.name for variant in ladder.variants if variant.name in found)
 
 
 def merged(*parts: Sequence[str]) -> tuple[str, ...]:
@@ -186,6 +183,11 @@ class Family:
     pairs: tuple[PlannedPair, ...]
     pilot: int
 
+    @property
+    def errors(self) -> np.ndarray:
+        """The standard errors (m,) of the effects after all pairs, over the standard deviation of a run."""
+        return errors_of([pair.on for pair in self.pairs], self.names)
+
     def at_look(self, place: int) -> tuple[PlannedPair, ...]:
         return self.pairs[: math.ceil(LOOKS[place] * len(self.pairs))]
 
@@ -219,7 +221,8 @@ def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Vari
     runnable = [v for v in ladder.variants if v.name in names]
     chosen = [v for v in runnable if not refused(combination(ladder, with_parents(ladder, [v.name])))]
     base = ladder.baseline
-    alone = [v.name for v in chosen if (v.tree, v.ranks or base.ranks) != (base.tree, base.ranks)]
+    ranks = base.ranks or 1
+    alone = [v.name for v in chosen if (v.tree, v.ranks or ranks) != (base.tree, ranks)]
     known = {v.name: v for v in chosen}
     # What needs one that is compared alone, or that does not run, is compared alone as well.
     for variant in chosen:
@@ -229,15 +232,15 @@ def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Vari
     conflicts = [
         (one, other)
         for one, other in combinations(crossed, 2)
-        if _same_key(known[one], known[other]) or refused(combination(ladder, with_parents(ladder, (one, other))))
+        # A change may replace values of what it is a change of.
+        if one not in with_parents(ladder, [other])
+        and (_same_key(known[one], known[other]) or refused(combination(ladder, with_parents(ladder, (one, other)))))
     ]
     return Factors(crossed, list(dict.fromkeys(alone)), conflicts)
 
 
 def _same_key(one: Variant, other: Variant) -> bool:
-    """Whether two variants set a key to different values, and neither is a change of the other."""
-    if other.name == one.against or one.name == other.against:
-        return False
+    """Whether two variants set a key to different values."""
     values = [
         {ALIASES.get(key := key_of(each), key): each.partition("=")[2] for each in v.overrides} for v in (one, other)
     ]

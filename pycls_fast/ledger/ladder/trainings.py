@@ -150,18 +150,20 @@ class CrossedTrainings:
             pairs = self._results(family.pairs[: family.pilot])
             if len(pairs) < 2:
                 continue
-            runs, deviation = 2 * len(family.pairs), effects.deviation_of(pairs)
-            finest, seconds = effects.resolution(deviation, runs), self._seconds() / s.jobs
+            runs, seconds = 2 * len(family.pairs), self._seconds() / s.jobs
+            errors = effects.deviation_of(pairs) * family.errors
+            finest, coarsest = (effects.resolution(float(error)) for error in (min(errors), max(errors)))
             if finest > _TOO_COARSE * s.margin:
-                needed = effects.runs_that_resolve(deviation, s.margin)
+                needed = effects.runs_that_resolve(coarsest, runs, s.margin)
                 raise UserError(
-                    f"margin: {runs} trainings show differences of {finest:.2f} points here, not {s.margin:g}; use "
-                    f"margin={np.ceil(10 * finest) / 10:g}, runs_at_most={needed} (about "
+                    f"margin: {runs} trainings show differences of {coarsest:.2f} points here, not {s.margin:g}; use "
+                    f"margin={np.ceil(10 * coarsest) / 10:g}, runs_at_most={needed} (about "
                     f"{needed * seconds / 3600:.1f} h), or a longer training. What is trained counts"
                 )
+            shown = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (finest, coarsest)))
             self.say(
                 f"{', '.join(family.names)}: at most {runs} trainings, about {runs * seconds / 60:.0f} min; the "
-                f"smallest difference that they can show is {finest:.2f} points"
+                f"smallest difference that they can show is {shown} points"
             )
 
     def _leave_out(self, group: Sequence[Family]) -> bool:
@@ -218,7 +220,7 @@ class CrossedTrainings:
             deviation=found.residual,
             floor=found.floor,
             variance_ratio=(found.residual / found.floor) ** 2,
-            resolution=effects.resolution(found.deviation, 2 * len(family.pairs)),
+            resolution=effects.resolution(found.deviation * float(max(family.errors))),
             together=effects.sum_of(found, [name for name in names if name not in kept]) if several else None,
             interplay=effects.interplay(self._results(family.pairs), found) if several else None,
         )

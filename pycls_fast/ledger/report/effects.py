@@ -56,12 +56,16 @@ def levels(alpha: float) -> tuple[float, ...]:
     return tuple(found)
 
 
+On = tuple[Collection[str], Collection[str]]
+"""The names of what is on in each of two trainings."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A mirrored pair of trainings that have ended: the names that were on in each, top-1 of the first minus the
     second in points, the images that only one of them got right, of how many, and for `interplay` the mean top-1."""
 
-    on: tuple[Collection[str], Collection[str]]
+    on: On
     difference: float
     discordant: int
     images: int
@@ -113,16 +117,27 @@ def fit(pairs: Sequence[Pair], names: Sequence[str]) -> Fit | None:
     freedom = len(pairs) - len(names)
     if freedom <= 0:
         return None
-    on_PM = np.array([[(name in pair.on[0]) - (name in pair.on[1]) for name in names] for pair in pairs], float)
-    difference_P = np.array([pair.difference for pair in pairs])
-    normal = on_PM.T @ on_PM
-    if np.linalg.matrix_rank(normal) < len(names):
+    on_PM, difference_P = design([pair.on for pair in pairs], names), np.array([pair.difference for pair in pairs])
+    if np.linalg.matrix_rank(on_PM) < len(names):
         return None
-    inverse = np.linalg.inv(normal)
+    inverse = np.linalg.inv(on_PM.T @ on_PM)
     effects = inverse @ on_PM.T @ difference_P
     # A difference has twice a run's variance.
     squares = float(((difference_P - on_PM @ effects) ** 2).sum()) / (2 * freedom)
     return Fit(tuple(names), effects, 2 * inverse, math.sqrt(squares), math.sqrt(floor_of(pairs)), freedom)
+
+
+def design(each: Iterable[On], names: Sequence[str]) -> np.ndarray:
+    """A row per pair (P, m): 1 for a variant that is on in the first training only, -1 in the second only, else 0."""
+    return np.array([[(name in first) - (name in second) for name in names] for first, second in each], float)
+
+
+def errors_of(each: Iterable[On], names: Sequence[str]) -> np.ndarray:
+    """The standard errors (m,) of effects from such pairs, over the standard deviation of a run: 2 / sqrt(runs), more
+    for alternatives and for what needs another variant, which are on less often."""
+    on_PM = design(each, names)
+    errors_M: np.ndarray = np.sqrt(2 * np.diag(np.linalg.pinv(on_PM.T @ on_PM)))
+    return errors_M
 
 
 @dataclass(frozen=True)
@@ -289,22 +304,20 @@ def _word(costs: bool, free: bool, gains: bool) -> Word:
     return "gains" if gains else "free" if free else "undecided"
 
 
-def resolution(deviation: float, runs: int) -> float:
-    """The smallest difference in points that so many crossed trainings decide with 90% chance at the last look.
-
-    `deviation` is that of a run within its pair, in points.
-    """
-    return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * 2 * deviation / math.sqrt(runs)
+def resolution(error: float) -> float:
+    """The smallest difference in points that an effect with this standard error shows with 90% chance at the last
+    look."""
+    return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * error
 
 
 def best_resolution(images: int, runs: int) -> float:
     """The resolution of so many trainings if one image in a hundred, each by itself, changes from one to the next."""
-    return resolution(100 * math.sqrt(0.01 / (2 * images)), runs)
+    return resolution(100 * math.sqrt(0.01 / (2 * images)) * 2 / math.sqrt(runs))
 
 
-def runs_that_resolve(deviation: float, margin: float) -> int:
-    """The number of trainings whose resolution is the margin; even."""
-    return 2 * math.ceil((resolution(deviation, 1) / margin) ** 2 / 2)
+def runs_that_resolve(finest: float, runs: int, margin: float) -> int:
+    """The number of trainings whose resolution is the margin, if that of so many runs is the `finest`; even."""
+    return 2 * math.ceil(runs * (finest / margin) ** 2 / 2)
 
 
 def more_runs(effect: Effect, look: Look, margin: float, *, strict: bool = False) -> int | None:

@@ -126,8 +126,7 @@ def sentence(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
 def _way_out(effect: Effect, found: Accuracy, settings: LadderSettings) -> str:
     margin = settings.margin
     look = [look for look in found.looks if effect in look.effects][-1]
-    # The error of an effect is twice a run's deviation over the root of the runs.
-    finest = resolution(effect.error / 2, 1)
+    finest = resolution(effect.error)
     more = more_runs(effect, look, margin, strict=settings.strict)
     if more is None or look.place == len(LOOKS) - 1:
         way = "" if more is None else f"; in a new folder, runs_at_most={look.runs + more} would probably decide"

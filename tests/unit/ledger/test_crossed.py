@@ -42,6 +42,7 @@ def test_every_variant_is_on_in_half_of_the_runs_and_each_pair_is_a_mirror() -> 
     assert all(set(a) | set(b) == set(NAMES) and not set(a) & set(b) for a, b in (pair.on for pair in family.pairs))
     x = np.array([[(name in pair.on[0]) * 2 - 1 for name in NAMES] for pair in family.pairs])
     np.testing.assert_array_equal(x.T @ x, 32 * np.eye(8))
+    np.testing.assert_allclose(family.errors, 2 / 8)
     assert all(set(pair.on[0]) == set(NAMES) for pair in family.pairs[: family.pilot])
     assert len({pair.seed for pair in family.pairs}) == 32
 
@@ -76,20 +77,24 @@ def test_alternatives_are_never_on_together_and_children_need_their_parent() -> 
         Variant(name="fp8", overrides=("precision=fp8",)),
         Variant(name="compile", overrides=("speed.compile=model",)),
         Variant(name="gelu", overrides=("speed.gelu=polynomial", "speed.compile=model"), against="compile"),
+        # A change of a change may replace the first one's value.
+        Variant(name="blocks", overrides=("speed.gelu=torch", "speed.compile=blocks"), against="gelu"),
         Variant(name="two", overrides=("x=1",), ranks=2),
-        Variant(name="high", overrides=("lr=2",)),
+        Variant(name="high", overrides=("lr=2",), ranks=1),
         Variant(name="low", overrides=("optim.lr=1",)),
     )
     ladder = LADDER.model_copy(update={"variants": variants})
     crossed, alone = planned(ladder)
-    assert crossed[0].names == ("bf16", "fp8", "compile", "gelu", "high", "low")
+    assert crossed[0].names == ("bf16", "fp8", "compile", "gelu", "blocks", "high", "low")
     assert [family.names for family in alone] == [("two",)]
     halves = [set(on) for pair in crossed[0].pairs for on in pair.on]
     assert not any({"bf16", "fp8"} <= half or {"high", "low"} <= half for half in halves)
     assert all("compile" in half for half in halves if "gelu" in half)
-    assert all(sum(name in half for half in halves) > 10 for name in crossed[0].names)
+    assert all("gelu" in half for half in halves if "blocks" in half)
+    assert all(sum(name in half for half in halves) >= 8 for name in crossed[0].names)
     # What the first pairs differ by is chance, not which of the alternatives is on.
-    assert {pair.on for pair in crossed[0].pairs[: crossed[0].pilot]} == {(("bf16", "compile", "gelu", "high"), ())}
+    first = ("bf16", "compile", "gelu", "blocks", "high")
+    assert {pair.on for pair in crossed[0].pairs[: crossed[0].pilot]} == {(first, ())}
     assert alone[0].pairs[3].on == (("two",), ())
 
 
@@ -237,6 +242,22 @@ def test_what_cannot_be_decided_is_refused_after_the_pilot(trained: type[Trainin
     assert len(list(tmp_path.rglob("summary.json"))) == 8
     # The pilot counts, and a wider margin is the way out.
     assert words(work(crossed(tmp_path)))["a"] == "costs"
+
+
+def test_what_trainings_can_show_of_alternatives_is_promised(trained: type[Training], tmp_path: Path) -> None:
+    """They are on less often than the others, so that their effects have larger errors."""
+    alternatives = [v.model_copy(update={"overrides": (*v.overrides, f"z={v.name}")}) for v in LADDER.variants[:2]]
+    ladder = LADDER.model_copy(update={"variants": (*alternatives, *LADDER.variants[2:])})
+    said: list[str] = []
+    ledger = made(tmp_path, ladder, mode="crossed", runs_at_most=None, rounds=1)
+    ledger.say = said.append
+    record = work(ledger)
+    (promise,) = (line for line in said if "smallest difference" in line)
+    best, worst = map(float, promise.removesuffix(" points").rpartition(" is ")[2].split(" to "))
+    effects = record.accuracy.effects if record.accuracy else []
+    errors = {effect.variant: effect.error for effect in effects}
+    assert worst / best == pytest.approx(max(errors["a"], errors["b"]) / min(errors.values()), rel=0.1)
+    assert worst / best > 1.4
 
 
 def test_what_changes_nothing_is_identical_and_not_tested(

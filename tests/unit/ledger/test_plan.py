@@ -78,9 +78,9 @@ STEPS = Ladder(
     description="one change behind the other",
     baseline=Variant(name="base"),
     variants=(
-        Variant(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
         Variant(name="one", overrides=("a=1",)),
         Variant(name="two", overrides=("b=1", "a=1"), against="one"),
+        Variant(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
         Variant(name="other", overrides=("d=1",)),
     ),
 )
@@ -88,7 +88,7 @@ STEPS = Ladder(
 
 @pytest.mark.parametrize(
     ("name", "picked"),
-    [("c", ["three", "one", "two"]), ("two", ["one", "two"]), ("b", ["one", "two"]), ("a", ["one"]), ("d", ["other"])],
+    [("c", ["one", "two", "three"]), ("two", ["one", "two"]), ("b", ["one", "two"]), ("a", ["one"]), ("d", ["other"])],
 )
 def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str]) -> None:
     assert [variant.name for variant in pick(STEPS, [name]).variants] == picked
@@ -96,7 +96,7 @@ def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str])
 
 def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
     assert [(a.name, a.against) for a in plan(STEPS, "crossed")] == [
-        ("base", None), ("three", "two"), ("one", "base"), ("two", "one"), ("other", "base"),
+        ("base", None), ("one", "base"), ("two", "one"), ("three", "two"), ("other", "base"),
     ]  # fmt: skip
 
 
@@ -145,11 +145,10 @@ def test_a_batch_is_scaled_from_the_experiments() -> None:
         ("[", "mine.yaml cannot be read"),
         ("[{name: b, overide: [x=1]}]", "variants[0].overide: unknown key"),
         ("[{name: a}]", "more than one variant is called a"),
-        (
-            "[{name: bat, against: cat}, {name: cats}]",
-            "'bat' is against cat, which is not another variant; did you mean",
-        ),
-        ("[{name: b, against: b}]", "is against b, which is not another"),
+        ("[{name: cats}, {name: bat, against: cat}]", "is against cat, which is no variant above it; did you mean"),
+        ("[{name: b, against: b}]", "is against b, which is no variant above it"),
+        # In trainings the value of `large` would stand.
+        ("[{name: small, against: large}, {name: large}]", "is against large, which is no variant above it"),
     ],
 )
 def test_a_ladder_with_a_mistake(text: str, line: str, tmp_path: Path) -> None:

@@ -258,8 +258,9 @@ def test_error_rates(
 
 
 def test_resolution_and_forecast() -> None:
-    assert resolution(0.28, 64) == pytest.approx(0.213, abs=1e-3)
-    assert resolution(0.45, runs_that_resolve(0.45, 0.25)) == pytest.approx(0.25, abs=2e-3)
+    finest = resolution(2 * 0.28 / 8)
+    assert finest == pytest.approx(0.213, abs=1e-3)
+    assert resolution(2 * 0.28 / runs_that_resolve(finest, 64, 0.25) ** 0.5) == pytest.approx(0.25, abs=4e-3)
     open_one = Effect("a", -0.1, 0.1, 24, -0.3, 0.1, -0.27, 0.16, 0.07, "undecided")
     clear_one = replace(open_one, difference=0.0)
     first, second, last = (Look(place, 64, (0.02, 0.01, 0.01), [open_one] * 8) for place in range(3))
