@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pycls_fast.config import ModuleNames, Purpose, RunConfig, Section, Verb, typed_keys
 from pycls_fast.errors import one_of
-from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Several, Text
+from pycls_fast.values import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Several, Text
 
 Which = Literal["auto", "model", "ema"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -53,6 +53,9 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
     """A file; null: standard output, for sheet predictions.png (then predictions_2.png, ...)."""
     topk: PositiveInt = 5
     """The number of classes per image."""
+    threshold: Probability | None = None
+    """List the classes that are likelier than this beside the first ones, as over; for an image of none of the classes
+    perhaps none. null: no list, but over 0.5 where images have several labels."""
     every: PositiveFloat = 1.0
     """Seconds from one frame of a video to the next; each is an image, called clip.mp4@12.0s."""
     tta: Literal["none", "flip"] = "none"

@@ -60,7 +60,8 @@ class Prediction:
         image: its path, or "image 3" if it was given as pixels.
         position: index in the input.
         top: the likeliest classes, best first.
-        over: where images have several labels, all classes with a probability over 0.5, best first; else None.
+        over: all classes with a probability over the threshold, best first: perhaps none. None without a threshold,
+            which is 0.5 where images have several labels.
     """
 
     image: str
@@ -214,6 +215,7 @@ class Classifier:
         images: Any,
         *,
         topk: int = 5,
+        threshold: float | None = None,
         batch_size: int | None = None,
         num_workers: int | None = None,
         every: float = 1.0,
@@ -227,6 +229,7 @@ class Classifier:
             images: what `given_images` takes: paths, folders, patterns, videos, Pillow images, uint8 arrays, or a list
                 of them.
             topk: number of classes to return, or all if there are fewer.
+            threshold: the probability, from 0 to 1, over which a class is in `Prediction.over`.
             batch_size: images at a time.
             num_workers: processes that read and decode; None: none for few images, else one per core.
             every: seconds from one frame of a video to the next.
@@ -249,18 +252,22 @@ class Classifier:
                     f"weights: {self.weights.path} gives scores that are not finite; if they are with precision=fp32 "
                     "too, the run diverged"
                 )
-            yield from self._guesses(source, batch, scores_BK, topk)
+            yield from self._guesses(source, batch, scores_BK, topk, threshold)
             advance(len(batch) + len(batch.damaged))
 
-    def _guesses(self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int) -> Iterator[Prediction]:
+    def _guesses(
+        self, source: GivenImages, batch: Batch, scores_BK: Tensor, topk: int, threshold: float | None
+    ) -> Iterator[Prediction]:
+        least = 0.5 if threshold is None and self.several else threshold
         # Sorted by scores, which have fewer ties than probabilities; ties by the lowest index, as in evaluation.
-        several = self.several
-        order_BT = scores_BK.sort(dim=1, descending=True, stable=True).indices[:, : None if several else topk]
-        likely_BT = self.probabilities(scores_BK).gather(1, order_BT)
+        order_BK = scores_BK.sort(dim=1, descending=True, stable=True).indices
+        likely_BK = self.probabilities(scores_BK).gather(1, order_BK)
+        shown = topk if least is None else max(topk, int((likely_BK > least).sum(dim=1).max()))
+        order_BT, likely_BT = order_BK[:, :shown], likely_BK[:, :shown]
         rows = zip(batch.indices_B.tolist(), order_BT.tolist(), likely_BT.tolist(), strict=True)
         for position, labels, probabilities in rows:
             top = tuple(Guess(k, self.class_name(k), p) for k, p in zip(labels, probabilities, strict=True))
-            over = tuple(guess for guess in top if guess.probability > 0.5) if several else None
+            over = None if least is None else tuple(guess for guess in top if guess.probability > least)
             yield Prediction(source.name(position), position, top[:topk], over)
 
     def logits(self, images: Any, *, batch_size: int | None = None, num_workers: int | None = None) -> Tensor:

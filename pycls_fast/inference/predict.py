@@ -37,6 +37,7 @@ def predict(
     *,
     every: float = 1.0,
     tta: str = "none",
+    threshold: float | None = None,
     format: str,  # noqa: A002  # the key that the user types
     output: str | None,
     topk: int,
@@ -61,7 +62,8 @@ def predict(
     bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
     with enough_memory("batch_size", classifier.device, too_many, cpu="device"), bar as advance:
-        settings: Any = {"topk": topk, "tta": tta, "batch_size": batch_size, "num_workers": num_workers}
+        settings: Any = {"topk": topk, "threshold": threshold, "tta": tta}
+        settings |= {"batch_size": batch_size, "num_workers": num_workers}
         predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), advance=advance, **settings)
         if format == "csv":
             _write_csv(path, predictions)
@@ -112,6 +114,10 @@ def _opened(path: Path | None) -> AbstractContextManager[TextIO]:
 
 def _json(guess: Guess) -> dict[str, Any]:
     return {"label": guess.label, "class": guess.class_name, "probability": guess.probability}
+
+
+_NONE = "none"
+"""What people read where no class is over the threshold; programs get an empty cell or list."""
 
 
 def _names(over: Sequence[Guess]) -> str:
@@ -168,7 +174,7 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
             first, then = each.over, tuple(guess for guess in each.top if guess not in each.over)
         more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in then)
         sure = ", ".join(percent(guess.probability) for guess in first)
-        rows.append({"image": name, "class": _names(first), "%": sure, "then": more})
+        rows.append({"image": name, "class": _names(first) or _NONE, "%": sure, "then": more})
     console = wide_console(stream)
     console.print(str(classifier.weights), markup=False, soft_wrap=True)
     console.print(plain_table(rows, right=("%",)))
@@ -186,4 +192,5 @@ def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"
+    title = f"{_NONE}: {title}" if each.over == () else title
     return Cell(picture, title, [Path(each.image).name, *more])

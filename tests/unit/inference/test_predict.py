@@ -97,6 +97,23 @@ def test_csv(run_dir: Path, bad: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert float(row["probability_2"]) == pytest.approx(each.top[1].probability, rel=1e-5)
 
 
+def test_a_threshold_tells_images_of_no_class(run_dir: Path, folder: Path, tmp_path: Path) -> None:
+    found = pycls_fast.load(run_dir).predict(folder, topk=1)
+    sure = sorted(each.probability for each in found)
+    assert sure[0] < sure[3]
+    named = [[each.class_name] * (each.probability > sure[2]) for each in found]
+    given = (run_dir, folder, f"threshold={sure[2]}", "topk=1")
+    for suffix in ("csv", "json", "txt"):
+        assert run_tool("predict", *given, f"output={tmp_path / 'x'}.{suffix}") == 0
+    rows = csv.DictReader((tmp_path / "x.csv").read_text().splitlines())
+    assert [(row["class"], row["over"]) for row in rows] == [
+        (each.class_name, ";".join(own)) for each, own in zip(found, named, strict=True)
+    ]
+    images = json.loads((tmp_path / "x.json").read_text())["images"]
+    assert [[guess["class"] for guess in row["over"]] for row in images] == named
+    assert (tmp_path / "x.txt").read_text().count(" none ") == sum(not own for own in named) == 3
+
+
 def test_rows_are_there_before_the_last_image(
     run_dir: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
