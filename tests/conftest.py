@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,8 +25,9 @@ from tests.processes import Started
 torch.set_num_threads(1)
 
 # Parquet files are copied there once; not into the user's own cache.
-ARROW_FILES = tempfile.TemporaryDirectory(prefix="pycls_fast_arrow")
-os.environ["HF_DATASETS_CACHE"] = ARROW_FILES.name
+ARROW_FILES = tempfile.mkdtemp(prefix="pycls_fast_arrow")
+atexit.register(shutil.rmtree, ARROW_FILES, ignore_errors=True)
+os.environ["HF_DATASETS_CACHE"] = ARROW_FILES
 
 # In the background of a shell's script it is ignored, by the processes that tests start, too; some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
