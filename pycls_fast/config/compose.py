@@ -195,14 +195,17 @@ def validate(
         raise UserError(*messages.lines(error, schema, where, also)) from error
 
 
-def load_config(config_name: str = "vit_digits", overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    config_name: str = "vit_digits", overrides: Sequence[str] = (), *, needs_data: bool = True
+) -> RunConfig:
     """Compose and check an experiment as the command line does; `data.eval_set`, which only scoring reads, is accepted.
 
     Args:
         config_name: a file of `configs/`, without `.yaml`.
         overrides: as on the command line, e.g. `["optim.lr=1e-3", "model=vit_s16"]`.
+        needs_data: `data.root` must be set where the source needs one.
     """
-    return check(compose(config_name, overrides, [CONFIGS]), Purpose(scores_sets=True))
+    return check(compose(config_name, overrides, [CONFIGS]), Purpose(needs_data=needs_data, scores_sets=True))
 
 
 def compose(config_name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Composed:

@@ -54,7 +54,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of a network with seven other classes, and what its images were normalised with."""
-    config = load_config("finetune", ["data.root=/nowhere", *TINY])
+    config = load_config("finetune", TINY, needs_data=False)
     torch.manual_seed(3)
     network = build.model(config, 7, Speed())
     values = config.model_dump(mode="json")
@@ -168,7 +168,7 @@ def test_a_frozen_trunk_stays_as_it_was(images: Path, weights: Path, tmp_path: P
     assert finetune(images, tmp_path / "parts", *settings, "schedule.max_steps=6", name="linear_probe") == 0
     assert finetune(images, tmp_path / "parts", *settings, name="linear_probe") == 0
     state, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
-    config = load_config("finetune", ["data.root=/nowhere", *TINY])
+    config = load_config("finetune", TINY, needs_data=False)
     network = build.model(config, 3, Speed())
     load_weights(network, weights, classes=tuple(state["classes"]))
     for name, value in network.state_dict().items():

@@ -202,7 +202,7 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     assert described("without_channels", input_size=[100, 100]).image_size == (100, 100)
     odd = described("odd", input_size=[3, 100, 100])
     with pytest.raises(UserError, match=r"image_size: 100 is not divisible by .*\nweights: timm:deit"):
-        build.with_preprocessing(load_config("deit_s16", ["data.root=/nowhere"]), odd)
+        build.with_preprocessing(load_config("deit_s16", needs_data=False), odd)
 
 
 def test_weights_without_a_description(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_published_weights_describe_themselves(source: str) -> None:
         model, tag = about.weights.removeprefix("torchvision:").split(".")
         theirs = torchvision.models.get_model_weights(model)[tag].transforms()
     expected = theirs(photo)
-    config = build.with_preprocessing(load_config("resnet50", ["data.root=/nowhere"]), about)
+    config = build.with_preprocessing(load_config("resnet50", needs_data=False), about)
     ours = EvalTransform(config.augment, image_size=config.data.image_size)
     image_HWC = ours(PillowPicture(photo), 0).image_HWC
     mean, std = (torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
