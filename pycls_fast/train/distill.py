@@ -21,7 +21,7 @@ from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.resolving import statistics
-from pycls_fast.train.saved_weights import open_source
+from pycls_fast.train.saved_weights import open_weights
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build_distillation(config: RunConfig, data: Images, world: World, switches: 
 
 def _build(config: RunConfig, source: str, data: Images, world: World, switches: Speed) -> Distillation:
     settings = config.distill
-    saved = open_source(source, world).config
+    saved = open_weights(source, world).config
     values = config.model_dump(mode="json") | {"weights": source, "weights_allow": []}
     values["model"] = of_weights(values, ())[0] if saved is None else saved["model"]
     its_own = statistics(source, world, model=values["model"].get("name"))

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast import build
-from pycls_fast.config import Purpose
-from pycls_fast.config.compose import check, compose
-from pycls_fast.config.keys import CONFIGS
+from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, one_of, refusing
@@ -29,7 +27,7 @@ from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed
 from pycls_fast.train.checkpoint import Spec
-from pycls_fast.train.saved_weights import Weights, open_source, open_weights
+from pycls_fast.train.saved_weights import Weights, open_weights
 from pycls_fast.values import Size
 
 # The standard deviation of a new head's weights.
@@ -63,7 +61,7 @@ def load_weights(
         for_training: if the source's classes differ, the head is newly initialised; otherwise that is an error.
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
-    weights = open_source(source, world)
+    weights = open_weights(source, world)
     # A repository's name says more than the place of its copy on this machine.
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else weights.path)
     state = network.state_dict() if into is None else into.state_dict()
@@ -121,16 +119,19 @@ def open_trained(source: str | Path, *, kind: str = "auto") -> Weights:
     Raises:
         UserError: as `open_weights`, and for weights of another project that say no model, or have no head.
     """
-    weights = open_source(source)
+    weights = open_weights(source, kind=kind)
     if weights.config is not None:
-        return open_weights(weights.path, kind=kind)
+        return weights
     # A file that takes the place of a hub's weights is told by their name.
     about = pretrained.preprocessing_of(source if pretrained.is_hub(str(source)) else weights.path)
     if about is None or not about.classes:
-        raise weights.without_model()
+        raise UserError(
+            f"weights: {source} does not say which model and classes it belongs to; give a run folder, a checkpoint, a "
+            "file that pycls-fast export has written, or weights with a head: timm:NAME, torchvision:NAME"
+        )
     one_of("which", kind, ("auto", weights.kind), more=f" for {source}")
-    composed = compose("finetune", [f"weights={about.weights}", "data.normalization=configured"], [CONFIGS])
-    config = build.with_preprocessing(check(composed, Purpose(needs_data=False)), about)
+    given = [f"weights={about.weights}", "data.normalization=configured"]
+    config = build.with_preprocessing(load_config("finetune", given, needs_data=False), about)
     # Do not advance the caller's generator.
     with torch.random.fork_rng(devices=[]):
         network = build.model(config, len(about.classes), build.switches(config, torch.device("cpu")))

@@ -22,7 +22,7 @@ from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.plan.race import shared_race
 from pycls_fast.train.agreement import on_main
 from pycls_fast.train.checkpoint import Checkpoint
-from pycls_fast.train.saved_weights import open_source
+from pycls_fast.train.saved_weights import open_weights
 from pycls_fast.values import AUTO
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
@@ -145,7 +145,7 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     `config.json`, and Google's `.npz` files all use the same. Any other file has those that timm knows of its `model`;
     None without one.
     """
-    weights = open_source(source, world)
+    weights = open_weights(source, world)
     if weights.config is not None:
         return _of_config(weights.config)
     if str(weights.path).endswith(".npz"):

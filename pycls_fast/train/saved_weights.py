@@ -1,4 +1,8 @@
-"""Saved weights: found, opened without reading their tensors, and written into files that other programs read."""
+"""Saved weights: found, opened without reading their tensors, and written into files that other programs read.
+
+`find_weights` says where they are, `open_weights` what is known of them; in `load_weights.py`, `open_trained` completes
+that for weights of other projects, and `load_weights` fits weights of any kind into a network.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +62,11 @@ class Weights:
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Their configuration and class names; a `UserError` if the file lacks one of them."""
         if self.config is None or self.classes is None:
-            raise self.without_model()
+            raise UserError(
+                f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
+                "checkpoint, or a file that pycls-fast export has written"
+            )
         return self.config, self.classes
-
-    def without_model(self) -> UserError:
-        return UserError(
-            f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
-            "checkpoint, a file that pycls-fast export has written, or weights with a head of timm (timm:NAME) or "
-            "torchvision (torchvision:NAME)"
-        )
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All tensors on the CPU, those with floating point in another format if one is given."""
@@ -102,31 +102,29 @@ def find_weights(source: str | Path) -> Path | str:
     return found
 
 
-def open_source(source: str | Path, world: World = ALONE, *, programs: bool = False) -> Weights:
-    """What a source says of its weights (see `find_weights`), without reading the tensors; all ranks call this. With
-    `programs` it may be a file of `EXPORTED`, of which `run` is known."""
-    found = find_weights(source)
-    if programs and isinstance(found, Path) and found.suffix in EXPORTED:
-        run, texts = open_exported(found)
-        opened = _of_header(found, texts, run=run)
-        opened.require_model()
-        return opened
-    if isinstance(found, str) or (found.is_file() and found.suffix not in (".safetensors", *PROGRAMS)):
-        return Weights(found)
-    return open_weights(found, world=world)
+def open_weights(source: str | Path, world: World = ALONE, *, kind: str = "auto", programs: bool = False) -> Weights:
+    """What a source (see `find_weights`) says of its weights, without reading the tensors; all ranks call this.
 
+    Args:
+        kind: "model", "ema" or "auto" (the average if there is one), where the source has several.
+        programs: it may be a file of `EXPORTED`, of which `run` is known.
 
-def open_weights(source: str | Path, *, kind: str = "auto", world: World = ALONE) -> Weights:
-    """The same of a checkpoint or a `.safetensors` file. A `UserError` if it has no weights of this kind ("auto": the
-    average if there is one), or for what has to be read whole."""
+    Raises:
+        UserError: there are no such weights, or none of this kind.
+    """
     path = find_weights(source)
-    if isinstance(path, str):
-        raise UserError(f"weights: {path} names weights of another project; give a run folder, a checkpoint or a file")
-    if path.suffix in PROGRAMS:
+    if isinstance(path, Path) and path.suffix in PROGRAMS:
+        if programs and path.suffix in EXPORTED:
+            run, texts = open_exported(path)
+            opened = _of_header(path, texts, run=run)
+            opened.require_model()
+            return opened
         what = "only test runs" if path.suffix in EXPORTED else "may run code"
         raise UserError(f"weights: {path} is a program, which {what}; give the weights that it was made of")
-    if path.suffix == ".safetensors":
+    if isinstance(path, Path) and path.suffix == ".safetensors":
         return _from_safetensors(path, kind)
+    if isinstance(path, str) or path.is_file():
+        return Weights(path)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
     kinds = ("ema", "model") if saved.part("ema") else ("model",)
     one_of("which", kind, ("auto", *kinds), more=f" for {path}")

@@ -61,6 +61,7 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         weights = open_weights(setup.weights.path)
+        weights.require_model()
         scored = scored_split(setup, split)
         network = setup.load(scored.source)
         last, sets_LK = network.last_layer(), build.label_sets(setup.config, scored.source, torch.device("cpu"))
@@ -148,7 +149,8 @@ def soup(
     check_output(path, "safetensors", overwrite=overwrite)
     with set_up(config) as setup:
         found = [open_weights(each, kind=which) for each in (setup.weights.path, *others)]
-        for each in found[1:]:
+        for each in found:
+            each.require_model()
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.path} has other tensors or classes than {found[0].path}")
         scored = scored_split(setup, split)

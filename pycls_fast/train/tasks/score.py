@@ -33,7 +33,7 @@ from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
-from pycls_fast.train.saved_weights import Weights, open_source
+from pycls_fast.train.saved_weights import Weights, open_weights
 
 # Classes that are printed.
 _CLASSES = 20
@@ -150,7 +150,7 @@ def set_up(
     with build.world(config) as world:
         config = with_precision(pin_weights(config, world), world, training=False)
         assert config.weights is not None
-        weights = open_source(config.weights, world, programs=programs)
+        weights = open_weights(config.weights, world, programs=programs)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if weights.config is None else None
         about = pretrained.preprocessing_of(weights.path, model=name) if preprocessing == "weights" else None

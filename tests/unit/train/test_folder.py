@@ -234,7 +234,7 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_told_before_the_work(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources", Mock(side_effect=AssertionError("too late")))
-    monkeypatch.setattr(scoring, "open_source", lambda *_, **__: Weights(tmp_path))
+    monkeypatch.setattr(scoring, "open_weights", lambda *_, **__: Weights(tmp_path))
     (tmp_path / "file").touch()
     config = config_of(f"weights={tmp_path}", "runtime.device=cpu")
     run = partial(TOOLS[tool], config)
