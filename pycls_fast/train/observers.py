@@ -122,9 +122,9 @@ class Observers:
             return
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:  # its network's, its server's or its own
+            if starts and isinstance(error, UserError):
+                raise
             self.trackers.remove(tracker)
             reason = f"{type(error).__name__}: {first_line(error)}"
             if starts:

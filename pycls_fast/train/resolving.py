@@ -43,7 +43,8 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
     """The configuration of a run that resumes: with its own values for what else would depend on the ranks, their
     devices or the weights, so that it computes the same bits. Mixing and batch norm see the same images together.
 
-    If the ranks are now so many that they cannot divide the checkpoint's microbatches, their number stays `auto`.
+    If the ranks are now so many that they, or the stages of a pipeline, cannot divide the checkpoint's microbatches,
+    their number stays `auto`.
     """
     saved = resumed_from.plain["config"]
     data: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
         together = saved["parallel"]["tensor_degree"] * saved["parallel"]["pipeline_degree"]
         parts = resumed_from.plain["world_size"] // together
         steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
-        if steps and not rest:
+        if steps and not rest and steps % world.pipeline == 0:
             optim["accumulation_steps"] = steps
     if precision == "auto":
         precision = saved["precision"]["name"]

@@ -320,12 +320,18 @@ def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: 
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "steps"), [("auto", 4, 2), ("auto", 1, 8), ("auto", 8, 1), ("auto", 3, 0), ("4", 1, 4)]
+    ("given", "ranks", "stages", "steps"),
+    [
+        *(("auto", 4, 1, 2), ("auto", 1, 1, 8), ("auto", 8, 1, 1), ("auto", 3, 1, 0), ("4", 1, 1, 4)),
+        *(("auto", 8, 2, 2), ("auto", 16, 2, 0)),
+    ],
 )
-def test_microbatches_keep_their_images_on_another_number_of_ranks(given: str, ranks: int, steps: int) -> None:
+def test_microbatches_keep_their_images_on_another_number_of_ranks(
+    given: str, ranks: int, stages: int, steps: int
+) -> None:
     config = config_of("data.root=/nowhere", f"optim.accumulation_steps={given}", name="finetune")
-    world = World(rank=0, size=ranks, device=ALONE.device)
-    # 0 is `auto`: 3 ranks cannot share 8 microbatches.
+    world = World(rank=0, size=ranks, device=ALONE.device, pipeline=stages)
+    # 0 is `auto`: 3 ranks cannot share 8 microbatches, nor two stages of 8 ranks one.
     assert as_saved(config, world, saved_by(4)).optim.accumulation_steps == steps
 
 
