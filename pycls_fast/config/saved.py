@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -29,7 +30,8 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     given = [override.partition("=")[2] for override in overrides if key_of(override) == "weights"]
     if not given:
         return None
-    path = given[-1].strip("'\"")
+    # Quotes around the whole belong to Hydra's grammar, one at the end alone to the name.
+    path = re.sub(r"""^(['"])(.*)\1$""", r"\2", given[-1])
     what = f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there"
     way_out = "write the path, or name an experiment with --config-name (the command line)"
     with refusing(what, OmegaConfBaseException, use=way_out):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pycls_fast.errors import refusing
@@ -97,6 +96,9 @@ def _font(text: str, size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont
 
     matplotlib ships its font on every system; Pillow's own lacks most non-English letters.
     """
+    # Where its folder in the user's home cannot be written, matplotlib says so and lists all fonts anew.
+    from matplotlib import font_manager
+
     own, *others = font_families()
     # Of the others only the regular weight is known to have the characters.
     wanted: list[font_manager.FontProperties | str] = [
@@ -111,5 +113,7 @@ def _font(text: str, size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont
 
 def font_families() -> list[str]:
     """matplotlib's own font, and installed ones for other scripts."""
+    from matplotlib import font_manager
+
     installed = set(font_manager.get_font_names())
     return ["DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed)]

@@ -191,7 +191,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, text: str, foun
         pytest.param(
             [
                 "pycls_fast.ledger.measure.timing",
-                "pycls_fast.inference",
+                "pycls_fast.inference.predict",
                 "pycls_fast.train.loop",
                 "pycls_fast.train.tasks.lr_range",
             ],
