@@ -10,7 +10,7 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,6 +111,15 @@ class GivenImages(Images):
         if isinstance(name, str | Path):
             return os.fsencode(name).decode("utf-8", "backslashreplace")
         return f"image {index}"
+
+    def short_name(self, index: int) -> str:
+        """The last part of the name; where others end with the same, as in folders of classes, the last two."""
+        path = Path(self.name(index))
+        return str(Path(*path.parts[-2:])) if self._ends[path.name] > 1 else path.name
+
+    @cached_property
+    def _ends(self) -> Counter[str]:
+        return Counter(Path(self.name(index)).name for index in range(len(self)))
 
     def describe(self) -> str:
         return f"{len(self):,} images"

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -62,7 +61,7 @@ def draw_maps(
     for batch in batches:
         titles, values = maps_of(classifier, batch, kind)
         for index, picture_HWC, title in zip(batch.indices_B, batch.images_BHWC.cpu().numpy(), titles, strict=True):
-            pictures.append(Cell(Image.fromarray(picture_HWC), title, [Path(source.name(int(index))).name]))
+            pictures.append(Cell(Image.fromarray(picture_HWC), title, [source.short_name(int(index))]))
         found.append(values)
     if pictures:
         values = torch.cat(found)

@@ -193,4 +193,4 @@ def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:
     # The number comes first: long lines are cut off at the end.
     title = f"{percent(each.probability)}%  {each.class_name}"
     title = f"{_NONE}: {title}" if each.over == () else title
-    return Cell(picture, title, [Path(each.image).name, *more])
+    return Cell(picture, title, [source.short_name(each.position), *more])

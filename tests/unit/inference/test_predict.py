@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,19 @@ def test_each_picture_on_the_sheet_has_its_own_words(
     """Also behind one that could not be read."""
     drawn: list[Cell] = []
     monkeypatch.setattr(predict, "write_sheets", lambda cells, path: drawn.extend(cells) or [path])
-    files = [bad / name for name in ("1.png", "bad[red].png", "3.png", "more/4.png")]
+    shutil.copy(bad / "3.png", bad / "more")
+    names = ["1.png", "bad[red].png", "3.png", "more/4.png", "more/3.png"]
+    files = [bad / name for name in names]
     arguments = ["format=sheet", f"output={tmp_path / 'sheet.png'}", "topk=4"]
     assert run_tool("predict", run_dir, *files, *arguments) == 0
     del files[1]
+    # Where two end with the same, their folders tell them apart.
+    shown = ["1.png", f"{bad.name}/3.png", "4.png", "more/3.png"]
     wanted = pycls_fast.load(run_dir).predict(files)
-    for cell, file, each in zip(drawn, files, wanted, strict=True):
+    for cell, file, name, each in zip(drawn, files, shown, wanted, strict=True):
         assert np.array_equal(np.asarray(cell.picture), np.asarray(Image.open(file)))
         words = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[:3]]
-        assert (cell.title, [*cell.lines]) == (words[0], [file.name, *words[1:]])
+        assert (cell.title, [*cell.lines]) == (words[0], [name, *words[1:]])
     assert len({cell.title for cell in drawn}) == 3
     # A thousand photographs do not fit into memory.
     Image.new("RGB", (800, 600)).save(bad / "photograph.png")
