@@ -207,7 +207,7 @@ class Classifier:
         return self.classes[label] if label < len(self.classes) else f"output {label}"
 
     def predict(self, images: Any, **options: Any) -> list[Prediction]:
-        """What `stream` yields, with the same options, as a list."""
+        """What `stream` yields, with the same options (`topk`, `batch_size`, `tta`, ...), as a list."""
         return list(self.stream(images, **options))
 
     def stream(

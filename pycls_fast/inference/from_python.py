@@ -56,7 +56,7 @@ class Trained:
         return load(self.run_dir, model=self.model)
 
     def predict(self, images: Any, **options: Any) -> list[Prediction]:
-        """The likeliest classes of images in any form; see `Classifier.predict`."""
+        """The likeliest classes of images in any form, with the options of `Classifier.stream` (`topk`, `tta`, ...)."""
         return self.classifier.predict(images, **options)
 
     def export(self, output: str | Path, **options: Any) -> Path:

@@ -2,6 +2,8 @@
 
 A new head is fitted in head.py. validation.py scores, by evaluate.py; saving.py and checkpoint.py save, resume.py
 loads; summary.py ends a run. folder.py has the files of a run, tasks/ what is done with saved weights.
+
+Called, the room is `pycls_fast.train_net`, whose help says what it takes.
 """
 
 import sys

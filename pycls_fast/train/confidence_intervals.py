@@ -30,13 +30,7 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     resamples or unknown in one have no interval, nor have `auc` and `map`, for which all classes' scores are ranked,
     above 1 million images x classes.
     """
-    # It takes half a second to import.
-    from scipy import stats
-
-    found: dict[str, list[float]] = {}
-    for name, share in (("top1", result.top1), ("top5", result.top5)):
-        ends = stats.binomtest(round(share * result.count / 100), result.count).proportion_ci(method="wilson")
-        found[name] = [100 * float(ends.low), 100 * float(ends.high)]
+    found = {name: wilson(share, result.count) for name, share in (("top1", result.top1), ("top5", result.top5))}
     known = {name: score for name, score in scores.items() if isinstance(score, float)}
     if not known:
         return found
@@ -49,6 +43,15 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
         if low < high:
             found[name] = [low, high]
     return found
+
+
+def wilson(share: float, count: int) -> list[float]:
+    """The ends of Wilson's 95% interval of a share of `count` images, all in percent."""
+    # It takes half a second to import.
+    from scipy import stats
+
+    ends = stats.binomtest(round(share * count / 100), count).proportion_ci(method="wilson")
+    return [100 * float(ends.low), 100 * float(ends.high)]
 
 
 def draws(images: int, resamples: int) -> Iterator[np.ndarray]:

@@ -23,7 +23,7 @@ from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
-from pycls_fast.train.confidence_intervals import intervals
+from pycls_fast.train.confidence_intervals import intervals, wilson
 from pycls_fast.train.display import Display, says_nothing
 from pycls_fast.train.environment import provenance
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Scorer, evaluate, predictions_csv
@@ -345,9 +345,11 @@ def score_neighbours(
         classes, k = build.num_classes(setup.config, train), min(k, len(labels_M))
         votes = knn_votes(features_ND, memory_MD, labels_M, classes=classes, k=k, temperature=temperature)
         place_N = voted_places(votes, labels_N)
+        shares = {f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)}
         record = {
             "split": split,
-            **{f"top{n}": 100.0 * (place_N < n).double().mean().item() for n in (1, 5)},
+            **shares,
+            "intervals": {name: wilson(share, len(place_N)) for name, share in shares.items()},
             "count": len(place_N),
             "k": k,
             "temperature": temperature,

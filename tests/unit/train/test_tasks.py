@@ -107,7 +107,10 @@ def test_scores_are_scikit_learns_on_the_features_of_a_run(tmp_path: Path, digit
         ).fit(memory, labels)
         output = tmp_path / "knn.json"
         assert score_neighbours(config, k=15, temperature=temperature, split="val", output=str(output)) == 0
-        found.append(json.loads(output.read_text())["top1"])
+        record = json.loads(output.read_text())
+        found.append(record["top1"])
+        low, high = record["intervals"]["top1"]
+        assert found[-1] - 8 < low < found[-1] < high < found[-1] + 8
         # One of the 200 images may be between two classes.
         assert found[-1] == pytest.approx(100 * (reference.predict(features) == labels).mean(), abs=0.6)
     assert abs(found[0] - found[1]) > 2
