@@ -30,7 +30,9 @@ def intervals(result: Evaluation, source: Images, scores: Mapping[str, object]) 
     resamples or unknown in one have no interval, nor have `auc` and `map`, for which all classes' scores are ranked,
     above 1 million images x classes.
     """
-    found = {name: wilson(share, result.count) for name, share in (("top1", result.top1), ("top5", result.top5))}
+    labelled = int((result.predictions.labels_N >= 0).sum())
+    shares = {"top1": result.top1, "top5": result.top5} if labelled else {}
+    found = {name: wilson(share, labelled) for name, share in shares.items()}
     known = {name: score for name, score in scores.items() if isinstance(score, float)}
     if not known:
         return found

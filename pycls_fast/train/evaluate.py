@@ -85,8 +85,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores on a split: `top1` and `top5` in percent, mean loss in nats (None if images can have several true
-    classes), images counted."""
+    """The scores on a split: `top1` and `top5` in percent, mean loss in nats (None if images can have several
+    true classes), images counted."""
 
     top1: float
     top5: float
@@ -169,8 +169,8 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
 
     The mean of the run's own loss is reported. Outputs that do not count are ignored. Of several true classes the one
     with the highest score counts; images without any are left out. If images have several labels, each class is judged
-    by its sigmoid, all scores are kept (4 bytes for each image and class on every rank), and the first is right if it
-    is one of the image's.
+    by its sigmoid, all scores are kept (4 bytes for each image and class on every rank), the first is right if it is
+    one of the image's, and images without any count for the loss alone.
     """
     world, criterion = scorer.world, scorer.config.loss.criterion()
     sets_LK = build.label_sets(scorer.config, scored.source, world.device)
@@ -180,7 +180,7 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
         None if values is None else torch.from_numpy(values).to(world.device)
         for values in (scored.among, scored.answers_NM)
     )
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=world.device)
     outcomes: list[tuple[torch.Tensor, ...]] = []
     for batch, logits_BK in scorer.logits(scored.source, doing):
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
@@ -193,13 +193,12 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
             scores_BK = logits_BK if criterion.sigmoid else logits_BK.log_softmax(dim=1)
             columns = (*columns, scores_BK.float())
         outcomes.append((batch.indices_B, *columns))
-    top1, top5, loss, count = world.sum(sums).tolist()
-    count = int(count)
-    share = 100.0 / max(count, 1)
+    top1, top5, labelled, loss, count = world.sum(sums).tolist()
+    share = 100.0 / max(labelled, 1)
     mean_loss = None if answers_NM is not None else loss / max(count, 1)
     columns_N = _gather(outcomes, world)
     predictions, scores_NK = Predictions(*columns_N[:5]), columns_N[5] if keep_scores else None
-    return Evaluation(top1 * share, top5 * share, mean_loss, count, predictions, scores_NK)
+    return Evaluation(top1 * share, top5 * share, mean_loss, int(count), predictions, scores_NK)
 
 
 def _gather(outcomes: list[tuple[torch.Tensor, ...]], world: World) -> list[np.ndarray]:
@@ -224,7 +223,7 @@ def _score(
 
     Returns what `Predictions` keeps of each image, besides its index: the true class with the highest score (-1 without
     one), the predicted one, the loss and the probability. And float64 sums: images with the true class first, with it
-    among the first five, loss, images that count.
+    among the first five, with one at all, loss, images that count for it.
     """
     if among is not None:
         place_K = torch.full((logits_BK.shape[1],), -1, device=logits_BK.device)
@@ -247,11 +246,12 @@ def _score(
     if criterion.each is not None and target_BK is None:
         own_losses_B = criterion.each(logits_BK, labels_B.clamp(min=0)).masked_fill(~counted_B, 0.0)
     first_B, first_five_B = ((place_B < n) & finite_B & counted_B for n in (1, 5))
+    labelled = counted_B.sum()
     if target_BK is not None and criterion.each is not None:
         # An image without any label counts, too: for the loss, which is that of all classes.
         losses_B = own_losses_B = criterion.each(logits_BK, target_BK)
         counted_B = torch.ones_like(counted_B)
-    sums = torch.stack([first_B.sum(), first_five_B.sum(), own_losses_B.sum(), counted_B.sum()])
+    sums = torch.stack([first_B.sum(), first_five_B.sum(), labelled, own_losses_B.sum(), counted_B.sum()])
     highest_B = highest_B1[:, 0]
     probabilities_B = highest_B.sigmoid() if criterion.sigmoid else (highest_B - logits_BK.logsumexp(dim=1)).exp()
     probabilities_B = torch.where(finite_B, probabilities_B, torch.nan)

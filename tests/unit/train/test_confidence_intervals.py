@@ -119,8 +119,8 @@ def test_an_interval_has_the_spread_of_other_images() -> None:
 
 def test_proportions_have_the_published_interval() -> None:
     """Newcombe, Two-sided confidence intervals for the single proportion, 1998, table I, method 3."""
-    result, source = some_images(263)
     for right, images, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)):
+        result, source = some_images(images)
         found = intervals(Evaluation(100 * right / images, 0.0, None, images, result.predictions), source, {})
         assert found["top1"] == pytest.approx([100 * low, 100 * high], abs=0.006)
 
