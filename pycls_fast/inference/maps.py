@@ -201,7 +201,7 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
     if isinstance(model, ResNet):
         features_BhwD = patch_features(model, images_BCHW)
         weights_BD = model.head.weight[labels_B].to(features_BhwD.dtype) / features_BhwD[0, ..., 0].numel()
-    elif isinstance(model, TimmNetwork) and (maps := model.network.forward_features(images_BCHW)).ndim == 4:
+    elif isinstance(model, TimmNetwork) and _is_map(maps := model.network.forward_features(images_BCHW)):
         with torch.enable_grad():
             maps = maps.detach().requires_grad_()
             evidence = model.network.forward_head(maps).gather(1, labels_B[:, None]).sum()
@@ -216,6 +216,11 @@ def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tenso
             "kind: class is for convolutional networks; a vision transformer of this package has all other kinds"
         )
     return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD))
+
+
+def _is_map(features: object) -> bool:
+    """Tokens have three dimensions, and CoaT's features are a list."""
+    return isinstance(features, Tensor) and features.ndim == 4
 
 
 _KINDS = {"attention": attention_maps, "rollout": attention_rollout, "features": patch_features}

@@ -185,7 +185,10 @@ def test_what_a_model_does_not_have(compute: Any) -> None:
     network = ResNet(depth=18, num_classes=4)
     with pytest.raises(UserError, match="is for vision transformers of this package; a ResNet has features and class"):
         compute(network, images())
-    with pytest.raises(UserError, match="kind: class is for convolutional networks"):
-        maps.class_maps(vit(), images(), torch.tensor([0, 1]))
+    # CoaT's features are a list.
+    coat = TimmNetwork(name="coat_tiny", num_classes=4, image_size=32, options={"embed_dims": (16, 16, 16, 16)})
+    for model in (vit(), coat.eval()):
+        with pytest.raises(UserError, match="kind: class is for convolutional networks"):
+            maps.class_maps(model, torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
     with pytest.raises(UserError, match="kind: features is for vision transformers and ResNets of this package"):
         maps.patch_features(nn.Identity(), images())
