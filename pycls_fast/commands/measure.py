@@ -140,7 +140,7 @@ class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     loss_scale: PositiveFloat = 65536.0
     """The scale that is tried on the gradients."""
     output: Text | None = None
-    """A JSON file; null: one in gradients/, or in run_dir if that is set."""
+    """A JSON file; null: gradients/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.ledger.measure.numerics import count_gradients
@@ -153,8 +153,8 @@ class NumericsVerb(Verb, purpose=Purpose(trains=True)):
 
     steps: PositiveInt = 20
     """Errors are measured before training, and after this many steps."""
-    output: Text = "numerics.json"
-    """A JSON file."""
+    output: Text | None = None
+    """A JSON file; null: numerics/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.ledger.measure.numerics import measure_numerics

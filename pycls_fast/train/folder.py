@@ -92,6 +92,12 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
     return file
 
 
+def new_file(config: RunConfig, kind: str) -> Path:
+    """Where a measurement without `output` is written: KIND/EXPERIMENT-TIME.json, or KIND-TIME.json in run_dir."""
+    folder, name = (kind, config.config_name) if config.run_dir is None else (config.run_dir, kind)
+    return Path(folder, f"{name}-{timestamp()}.json")
+
+
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write values to a path from `output_file`; numbers that are not finite become null."""
     write_text(file, _json_text(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -79,7 +80,8 @@ def run_ladder(
 
 def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> Sequence[str]:
     """The overrides for the tools, after checks of what no measurement would notice, or only the last one."""
-    apart = [v.name for v in (ladder.baseline, *ladder.variants) if v.tree is not None or v.against is not None]
+    every = (ladder.baseline, *ladder.variants)
+    apart = [v.name for v in every if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:
         raise UserError(f"mode: '{apart[0]}' has its own tree or against, which cumulative cannot combine; use crossed")
     instead = {
@@ -87,7 +89,7 @@ def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed:
         "seed": "each run of a ledger has its own; use first_seed=",
         "resume": "the trainings of a ledger resume by themselves; leave it out",
     }
-    keys = {key_of(override) for override in typed}
+    keys = set(map(key_of, chain(typed, *(variant.overrides for variant in every))))
     refuse(f"{key}: {why}" for key, why in instead.items() if key in keys)
     if config.weights is not None:
         # Timing does not read them; without this check only the first training would notice that they are missing.

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +27,12 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.errors import DONE, UserError
-from pycls_fast.files import timestamp
 from pycls_fast.losses import LossFunction, Targets
 from pycls_fast.network import Network
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import short_training
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.folder import write_json
+from pycls_fast.train.folder import new_file, write_json
 from pycls_fast.train.step import Step
 
 _HEAD_STD = 0.02
@@ -42,13 +40,13 @@ CHUNK = 8
 """Images per pass of the float64 network: with explicit attention each may take gigabytes."""
 
 
-def measure_numerics(config: RunConfig, *, steps: int, output: str) -> int:
+def measure_numerics(config: RunConfig, *, steps: int, output: str | None) -> int:
     """Write the errors at step 0 and after `steps` steps of training as JSON; returns the exit status.
 
     Raises:
         UserError: several ranks, an `output` that cannot be written, or anything that training would refuse.
     """
-    with short_training(config, steps=steps + 1, output=output) as training:
+    with short_training(config, steps=steps + 1, output=output or new_file(config, "numerics")) as training:
         config, network, step = training.config, training.network, training.step
         device = training.world.device
         classes = build.num_classes(config, training.sources["train"])
@@ -273,10 +271,8 @@ def count_gradients(config: RunConfig, *, steps: int, warmup_steps: int, loss_sc
             f"precision: {config.precision.name} rounds gradients before they are counted; use precision=fp32 or "
             "amp_bf16"
         )
-    if output is None:
-        started = Path("gradients") / f"{config.config_name}-{timestamp()}.json"
-        output = str(started if config.run_dir is None else Path(config.run_dir) / "gradients.json")
-    with short_training(config, steps=warmup_steps + steps, output=output) as training:
+    file = output or new_file(config, "gradients")
+    with short_training(config, steps=warmup_steps + steps, output=file) as training:
         if training.switches.cuda_graphs == "on":
             raise UserError("speed.cuda_graphs: on replays steps without Python, which counts; use off")
         watch = Watch(training.network, loss_scale)

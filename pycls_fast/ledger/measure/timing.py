@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import DONE, refuse
-from pycls_fast.files import timestamp
 from pycls_fast.ledger.measure.stages import measure_stages
 from pycls_fast.ledger.measure.variant import TimedVariant, speed_comparison
 from pycls_fast.ledger.measure.workloads import PartName, StepRange
@@ -17,7 +15,7 @@ from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
 from pycls_fast.train.environment import provenance
-from pycls_fast.train.folder import output_file, write_json
+from pycls_fast.train.folder import new_file, output_file, write_json
 
 Mode = Literal["train", "model", "loader", "both", "all"]
 
@@ -49,10 +47,7 @@ def time_variants(
     base = variants[0][1]
     _check_comparable(variants)
     with build.world(base) as world:
-        default = Path("timings", f"{base.config_name}-{timestamp()}.json")
-        if base.run_dir is not None:
-            default = Path(base.run_dir, f"timing-{timestamp()}.json")
-        file = output_file(output or default, world)
+        file = output_file(output or new_file(base, "timings"), world)
         display = Display(speaks=world.is_main, mode="plain")
         order = StepRange()
         built: list[TimedVariant] = []

@@ -199,6 +199,8 @@ def test_a_variant_for_the_cpu_is_checked_there() -> None:
     [
         (("weights=/nowhere",), {}, {}, r"weights: .*nowhere is neither a weights file"),
         (("seed=3", "resume=never", "run_dir=x"), {}, {}, r"^run_dir: .*\nseed: .*use first_seed=\nresume: .*leave it"),
+        # Both trainings of a pair have its seed, and would be identical.
+        ((), {}, {"variants": (Variant(name="luck", overrides=("seed=1",)),)}, "^seed: .*use first_seed=$"),
         ((), {}, {"baseline": Variant(name="base", needs="cuda")}, "the reference 'base' does not run: needs CUDA"),
         ((), {}, {"baseline": Variant(name="base", overrides=("c=conv",))}, "the reference 'base' does not run: c: "),
         ((), {}, {"variants": (Variant(name="old", tree="x"),)}, "mode: 'old' has its own tree .*; use crossed"),

@@ -46,9 +46,9 @@ SMALL = (
 
 def measured(tmp_path: Path, digits: Path, *overrides: str, name: str = "vit_digits") -> list[dict[str, float]]:
     size = SMALL if name == "vit_digits" else SMALL[3:]
-    config = config_of(*size, f"data.root={digits}", *overrides, name=name)
-    file = tmp_path / "numerics.json"
-    assert measure_numerics(config, steps=3, output=str(file)) == 0
+    config = config_of(*size, f"data.root={digits}", f"run_dir={tmp_path}", *overrides, name=name)
+    assert measure_numerics(config, steps=3, output=None) == 0
+    file = max(tmp_path.glob("numerics-*.json"))
     errors: list[dict[str, float]] = json.loads(file.read_text())["errors"]
     assert [each["step"] for each in errors] == [0, 3]
     return errors
