@@ -26,7 +26,7 @@ from pycls_fast.data.sources.splits import as_splits
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import user_path
-from pycls_fast.models.pretrained import Preprocessing
+from pycls_fast.models.pretrained import Description
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 
@@ -238,7 +238,7 @@ def preprocessing(config: RunConfig) -> str:
     return f"{turned}{white}{how} {resized} ({augment.interpolation}), centre {size}, mean {mean}, std {std}"
 
 
-def with_preprocessing(config: RunConfig, about: Preprocessing, kept: Collection[str] = ()) -> RunConfig:
+def with_preprocessing(config: RunConfig, about: Description, kept: Collection[str] = ()) -> RunConfig:
     """The configuration that preprocesses images for scoring as the weights say, but for the keys that are `kept`; a
     `UserError` if the size does not fit the model."""
     data = {"image_size": about.image_size, "mean": about.mean, "std": about.std}

@@ -35,20 +35,17 @@ def predict(
     run: str,
     images: Sequence[str],
     *,
-    every: float = 1.0,
-    tta: str = "none",
-    threshold: float | None = None,
     format: str,  # noqa: A002  # the key that the user types
     output: str | None,
-    topk: int,
-    which: str,
-    device: str,
-    precision: str,
-    batch_size: int | None,
-    num_workers: int | None,
+    every: float = 1.0,
+    which: str = "auto",
+    device: str = "auto",
+    precision: str = "fp32",
+    batch_size: int | None = None,
+    **options: Any,
 ) -> int:
     """Predict, write, and list the images that could not be read; returns the exit status. For the arguments see
-    `PredictVerb`.
+    `PredictVerb`; the `options` are those of `Classifier.stream`.
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images, every))
@@ -62,9 +59,9 @@ def predict(
     bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
     with enough_memory("batch_size", classifier.device, too_many, cpu="device"), bar as advance:
-        settings: Any = {"topk": topk, "threshold": threshold, "tta": tta}
-        settings |= {"batch_size": batch_size, "num_workers": num_workers}
-        predictions = classifier.stream(source, skip=lambda *one: unreadable.append(one), advance=advance, **settings)
+        predictions = classifier.stream(
+            source, batch_size=batch_size, skip=lambda *one: unreadable.append(one), advance=advance, **options
+        )
         if format == "csv":
             _write_csv(path, predictions)
         else:

@@ -123,7 +123,7 @@ def open_trained(source: str | Path, *, kind: str = "auto") -> Weights:
     if weights.config is not None:
         return weights
     # A file that takes the place of a hub's weights is told by their name.
-    about = pretrained.preprocessing_of(source if pretrained.is_hub(str(source)) else weights.path)
+    about = pretrained.description_of(source if pretrained.is_hub(str(source)) else weights.path)
     if about is None or not about.classes:
         raise UserError(
             f"weights: {source} does not say which model and classes it belongs to; give a run folder, a checkpoint, a "
@@ -175,10 +175,10 @@ def trained_size(weights: Weights) -> Size | None:
     return None if about is None else about.trained_size
 
 
-def _described(found: Path | str) -> pretrained.Preprocessing | None:
+def _described(found: Path | str) -> pretrained.Description | None:
     """What a description says about the weights; None if it is damaged, which only matters to those who need it."""
     try:
-        return pretrained.preprocessing_of(found, for_scoring=False)
+        return pretrained.description_of(found, for_scoring=False)
     except UserError:
         return None
 

@@ -193,7 +193,7 @@ def test_imagenets_ids() -> None:
 def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
     def described(name: str, **about: Any) -> Any:
         timm_folder(tmp_path / name, **about)
-        return pretrained.preprocessing_of(tmp_path / name / "model.safetensors")
+        return pretrained.description_of(tmp_path / name / "model.safetensors")
 
     with pytest.raises(UserError, match=r"asks for crop_mode=center with crop_pct=1.15, .*preprocessing=config"):
         described("larger", crop_pct=1.15)
@@ -207,17 +207,17 @@ def test_a_preprocessing_that_is_not_here_is_told(tmp_path: Path) -> None:
 
 def test_weights_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"")
-    assert pretrained.preprocessing_of(tmp_path / "weights.pth") is None
+    assert pretrained.description_of(tmp_path / "weights.pth") is None
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    assert pretrained.preprocessing_of(tmp_path / "weights.pth") is None
-    assert pretrained.preprocessing_of(tmp_path) is None
+    assert pretrained.description_of(tmp_path / "weights.pth") is None
+    assert pretrained.description_of(tmp_path) is None
     for source, line in (
         ("timm:resnet51x", "has no weights resnet51x; did you mean resnet51q"),
         ("timm:resnet50.a1_in1kk", r"has no weights resnet50.a1_in1kk; did you mean resnet50\.a1_in1k"),
         ("torchvision:resnet50.V9", "has no weights resnet50.V9"),
     ):
         with pytest.raises(UserError, match=line):
-            pretrained.preprocessing_of(source)
+            pretrained.description_of(source)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_weights_without_a_description(tmp_path: Path) -> None:
 )
 def test_published_weights_describe_themselves(source: str) -> None:
     """By name, at the size of the published number; resized and cropped to the very pixels of the library."""
-    about = pretrained.preprocessing_of(source)
+    about = pretrained.description_of(source)
     assert about.weights.startswith(source)
     known = published.WEIGHTS[about.weights]
     assert about.image_size == (known.size, known.size)

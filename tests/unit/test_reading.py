@@ -28,7 +28,7 @@ from pycls_fast.data.sources.index import _places
 from pycls_fast.errors import UserError, cell, printable, reporting
 from pycls_fast.files import cache_folder, user_path
 from pycls_fast.ledger.report.record import read_record
-from pycls_fast.models.pretrained import preprocessing_of, read_weights
+from pycls_fast.models.pretrained import description_of, read_weights
 from pycls_fast.reading import parse_json, parse_record, read_bytes, read_npz, read_yaml
 
 
@@ -181,7 +181,7 @@ def test_a_text_that_is_not_utf8_in_parquet_is_one_line(tmp_path: Path) -> None:
 def test_a_description_of_timm_that_makes_no_sense_is_one_line(tmp_path: Path, kept: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": kept}))
     with pytest.raises(UserError, match=r"^weights: .*config.json is not timm's description of a model \("):
-        preprocessing_of(tmp_path / "model.safetensors")
+        description_of(tmp_path / "model.safetensors")
 
 
 def test_a_name_that_is_too_long_is_no_file_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,10 +154,8 @@ def _image_columns(schema: Any) -> list[str]:
 
 
 def is_saved(root: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
-    return (root / "dataset_dict.json").is_file() or all(
-        (root / name).is_file() for name in ("dataset_info.json", "state.json")
-    )
+    """Whether `save_to_disk` wrote this folder: of several splits, or of one."""
+    return any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def has_images(file: Path) -> bool:

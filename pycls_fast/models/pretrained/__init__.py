@@ -14,5 +14,5 @@ from pycls_fast.models.pretrained.read import is_hub as is_hub
 from pycls_fast.models.pretrained.read import local_file as local_file
 from pycls_fast.models.pretrained.read import pinned as pinned
 from pycls_fast.models.pretrained.read import read_weights as read_weights
-from pycls_fast.models.pretrained.traits import Preprocessing as Preprocessing
-from pycls_fast.models.pretrained.traits import preprocessing_of as preprocessing_of
+from pycls_fast.models.pretrained.traits import Description as Description
+from pycls_fast.models.pretrained.traits import description_of as description_of

@@ -132,8 +132,9 @@ def other_model(unlike: str, source: str) -> UserError:
 
 
 @dataclass(frozen=True)
-class Preprocessing:
-    """Preprocessing for scoring: resize, cut out the centre, normalise.
+class Description:
+    """What their publisher says of weights: their name, the preprocessing for scoring (resize, cut out the centre,
+    normalise), and their classes.
 
     Attributes:
         weights: the full name, such as "timm:deit_small_patch16_224.fb_in1k".
@@ -159,14 +160,14 @@ class Preprocessing:
     classes: tuple[str, ...] = ()
 
 
-def preprocessing_of(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Preprocessing | None:
-    """The preprocessing that comes with weights, by timm's or torchvision's name, or from a timm `config.json`.
+def description_of(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Description | None:
+    """What is said of weights, by timm's or torchvision's name, or from a timm `config.json`.
 
     Args:
         source: what `read_weights` takes, or a path, beside which the `config.json` lies.
-        model: timm's name of the model, whose preprocessing counts for a file that does not describe its own, nor has
+        model: timm's name of the model, whose description counts for a file that does not describe its own, nor has
             the name of timm's weights.
-        for_scoring: all of it has to be supported here; else only mean and std.
+        for_scoring: all of the preprocessing has to be supported here; else only mean and std.
 
     Returns:
         None for weights that come without one.
@@ -176,7 +177,7 @@ def preprocessing_of(source: str | Path, *, model: str | None = None, for_scorin
     """
     project, _, name = str(source).partition(":")
     if project == "timm":
-        about: Preprocessing | None = timm_weights(name)
+        about: Description | None = timm_weights(name)
     elif project == "torchvision":
         about = _of_torchvision(name)
     else:
@@ -189,7 +190,7 @@ def preprocessing_of(source: str | Path, *, model: str | None = None, for_scorin
     return about
 
 
-def _beside(path: Path) -> Preprocessing | None:
+def _beside(path: Path) -> Description | None:
     """That of the `config.json` beside a file; other libraries keep one there, too."""
     about = path.parent / "config.json"
     if path.suffix not in (".safetensors", ".bin", ".pth") or not about.is_file():
@@ -205,8 +206,8 @@ def _beside(path: Path) -> Preprocessing | None:
         return _of_timm(kept, str(config.get("architecture", "")))
 
 
-def timm_weights(name: str) -> Preprocessing:
-    """The preprocessing of timm's weights; a `UserError` if it has none of this name."""
+def timm_weights(name: str) -> Description:
+    """The description of timm's weights; a `UserError` if it has none of this name."""
     import timm
 
     about = _of_timm_model(name)
@@ -216,7 +217,7 @@ def timm_weights(name: str) -> Preprocessing:
     return about
 
 
-def _of_timm_model(name: str) -> Preprocessing | None:
+def _of_timm_model(name: str) -> Description | None:
     """That of timm's own weights; None for a name without any, such as a user's own model."""
     import timm
 
@@ -229,7 +230,7 @@ def _of_timm_model(name: str) -> Preprocessing | None:
     return _of_timm(kept.to_dict(), str(kept.architecture or name.partition(".")[0]))
 
 
-def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
+def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
     """The preprocessing as `timm.data.create_transform` has it, at the size meant for testing."""
     from timm.data import resolve_data_config
 
@@ -242,7 +243,7 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Preprocessing:
             f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
         )
     trained = kept.get("input_size")
-    return Preprocessing(
+    return Description(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=size,
         # Of two whole pixel counts, so that `EvalTransform`'s rounding gives timm's, which rounds down.
@@ -280,11 +281,11 @@ def torchvision_weights(name: str) -> tuple[str, Any]:
         return model, torchvision.models.get_model_weights(model)[tag or "DEFAULT"]
 
 
-def _of_torchvision(name: str) -> Preprocessing:
+def _of_torchvision(name: str) -> Description:
     model, weights = torchvision_weights(name)
     steps = weights.transforms()
     side = steps.crop_size[0]
-    return Preprocessing(
+    return Description(
         weights=f"torchvision:{model}.{weights.name}",
         image_size=Size.of(side),
         crop_ratio=side / steps.resize_size[0],
