@@ -173,6 +173,7 @@ def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also:
         what = _no_choice(value, context["expected"])
     else:
         message = str(found["msg"]).removeprefix("Value error, ").replace("Input should be ", "must be ")
+        message = message.replace("a valid array", "a list in brackets, [A,B]")
         field = None if section is None else section.model_fields.get(key.rpartition(".")[2])
         if field is not None and types.NoneType in typing.get_args(field.annotation) and "_than" in kind:
             # What 0 does not switch off, null does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_the_greedy_soup_keeps_what_does_not_harm() -> None:
 
 
 @pytest.mark.slow
-def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path) -> None:
+def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (
         pycls_fast.train_net("vit_digits", words, seed=seed, optim__lr=0.002, run_dir=tmp_path / str(seed))
         for seed in (0, 1)
@@ -113,7 +114,11 @@ def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path) -> Non
     fold = pycls_fast.train_net("vit_digits", [*words, "data.split_seed=1"], run_dir=tmp_path / "fold")
     with pytest.raises(UserError, match=r"^others: .*fold.* has another random split than .* images of split=val"):
         soup(config, [str(fold.run_dir)], str(made), method="greedy", **how)
+    capsys.readouterr()
     soup(config, [str(fold.run_dir)], str(made), method="uniform", **how)
+    said = capsys.readouterr().out
+    assert re.search(r"not scored: .*fold.* has another random split than .* images of split=val; use other", said)
+    assert "top-1" not in said
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
     with pytest.raises(UserError, match=r"^others: .* has other tensors or classes than"):
         soup(config, [str(other.run_dir)], str(made), method="uniform", **how)

@@ -154,13 +154,16 @@ def soup(
             if (each.specs, each.classes) != (found[0].specs, found[0].classes):
                 raise UserError(f"others: {each.path} has other tensors or classes than {found[0].path}")
         scored = scored_split(setup, split)
-        for each in found[1:] if method == "greedy" and scored.source.drawn else ():
+        has_seen = None
+        for each in found[1:] if scored.source.drawn else ():
             names = {each.train_names, found[0].train_names}
             if None not in names and len(names) > 1:
-                raise UserError(
-                    f"others: {each.path} has another random split than {found[0].path}: it was trained "
-                    f"on images of split={split}; use other images (data.root=FOLDER split=all) or method=uniform"
+                has_seen = (
+                    f"{each.path} has another random split than {found[0].path}: it was trained on images of "
+                    f"split={split}; use other images (data.root=FOLDER split=all)"
                 )
+        if has_seen is not None and method == "greedy":
+            raise UserError(f"others: {has_seen} or method=uniform")
         network = setup.load(scored.source)
         # What was adapted, such as positions to data.image_size, has no mean of the files.
         own = {name: tensor.shape for name, tensor in network.state_dict().items()}
@@ -176,7 +179,9 @@ def soup(
             return reached
 
         kept = greedy(found, top1) if method == "greedy" else found
-        if method == "uniform":
+        if method == "uniform" and has_seen is not None:
+            setup.display.note(f"not scored: {has_seen}")
+        elif method == "uniform":
             top1(kept)
         if setup.world.is_main:
             write_weights(path, found[0], mean_weights(kept))

@@ -37,6 +37,7 @@ ONE_MISTAKE = [
     ),
     ("data.root=3", "data.root: must be a valid string; got 3; quotes within quotes make it text: ..."),
     ("augment.scale=[0.1]", f"augment.scale[1]: field required; got [0.1] {HERE}"),
+    ("optim.betas=0.9", f"optim.betas: must be a list in brackets, [A,B]; got 0.9 {HERE}"),
     ("optim.betas=[0.9,1.5]", f"optim.betas[1]: must be less than 1; got 1.5 {HERE}"),
     ("data.image_size=[48,0]", f"data.image_size: must be a whole number greater than 0, or ...; got [48, 0] {HERE}"),
     ("data.num_workers=100000000000000000000", "data.num_workers: must be less than 2147483648; got 1000..."),

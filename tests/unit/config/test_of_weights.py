@@ -40,12 +40,8 @@ def home(tmp_path: Path, config: RunConfig) -> Path:
     """A run with a checkpoint, the checkpoint elsewhere, and what was exported."""
     values = config.model_dump(mode="json")
     checkpoints = tmp_path / "run" / "checkpoints"
-    for folder in (
-        checkpoints / "step_000000007",
-        tmp_path / "copied",
-        tmp_path / "moved, too",
-        tmp_path / "Ann's 'own'",
-    ):
+    names = ("copied", "moved, too", "Ann's 'own'")
+    for folder in (checkpoints / "step_000000007", *(tmp_path / name for name in names)):
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": 7, "config": values}))
     (checkpoints / "best").symlink_to("step_000000007", target_is_directory=True)
