@@ -16,6 +16,9 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.choices import Augment
 from pycls_fast.seeds import counter_seed, frozen_generator
 
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""By the values of `speed.memory_format`."""
+
 
 @dataclass(frozen=True)
 class Mixer:
@@ -130,8 +133,7 @@ class Prepare(nn.Module):
         self._dtype = dtype
         self._compute_dtype = torch.promote_types(dtype, torch.float32)
         self._erase_value = erase_value
-        formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-        self._memory_format = formats[memory_format]
+        self._memory_format = MEMORY_FORMATS[memory_format]
         for name, values in (("mean_C11", mean), ("std_C11", std)):
             tensor = torch.tensor(values, dtype=self._compute_dtype, device=device)
             self.register_buffer(name, tensor.reshape(-1, 1, 1), persistent=False)

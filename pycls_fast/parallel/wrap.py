@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycls_fast.data.prepare import MEMORY_FORMATS
 from pycls_fast.network import Network, Units
 from pycls_fast.optim.owned_weights import OwnedWeights
 from pycls_fast.parallel import ddp, fairscale, fsdp
@@ -39,9 +40,7 @@ def place_model(model: Network, world: World, *, memory_format: str) -> Network:
     """
     if is_empty(model):
         return model
-    formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-    model.to(world.device)
-    return model.to(memory_format=formats[memory_format])
+    return model.to(world.device).to(memory_format=MEMORY_FORMATS[memory_format])
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Network, World, StrategySettings], ParallelModel]] = {

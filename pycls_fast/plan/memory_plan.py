@@ -23,7 +23,7 @@ from pycls_fast.build.device import DTYPES, autocast, compute_dtype, level, swit
 from pycls_fast.build.network import apply_precision, freeze, loss, model, stage_costs
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.run import RunConfig
-from pycls_fast.data.prepare import IN_FLIGHT
+from pycls_fast.data.prepare import IN_FLIGHT, MEMORY_FORMATS
 from pycls_fast.errors import UserError, refusing
 from pycls_fast.losses import Targets
 from pycls_fast.network import Network
@@ -242,7 +242,6 @@ class MemoryPlan:
         save_activation_memory(network, network.units(), chosen)
         of_logits = loss(config, chosen, _CPU, self.config.model.num_classes or self.classes)
         dtype = DTYPES[level(config).weights]
-        formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
         def whole_loss(logits_BK: Tensor) -> Tensor:
             labels_B = torch.zeros(images, dtype=torch.int64)
@@ -254,7 +253,7 @@ class MemoryPlan:
                 network,
                 whole_loss,
                 images=lambda: torch.empty(
-                    (images, 3, *size), dtype=dtype, memory_format=formats[chosen.memory_format]
+                    (images, 3, *size), dtype=dtype, memory_format=MEMORY_FORMATS[chosen.memory_format]
                 ),
                 autocast=autocast(config, _CPU),
                 gradients_exist=gradients_exist,
@@ -283,9 +282,7 @@ class MemoryPlan:
         # Building may seed torch's generator.
         with torch.random.fork_rng(devices=[]):
             network = model(self.config, self.config.model.num_classes or self.classes, self.switches, empty=True)
-        if self.switches.memory_format == "channels_last":
-            network.to(memory_format=torch.channels_last)
-        return network
+        return network.to(memory_format=MEMORY_FORMATS[self.switches.memory_format])
 
     @cached_property
     def temporaries(self) -> Temporaries:

@@ -190,20 +190,17 @@ def state(sizes: Sizes, copies: Copies) -> State:
         optimizer = 0.0
     kept = sizes.buffer_bytes + copies.compute_bytes * parameters + average + optimizer
     masters = 4.0 * parameters if half else 0.0
-    if copies.masters_kept:
-        kept += masters
+    kept += masters * copies.masters_kept
     own = float(copies.compute_bytes * trained)
     if copies.has_buckets:
         kept += own
     # Masters take the network's gradients in float32 after the backward pass (under `single`, after each microbatch).
     # DDP has them in its buckets only after the last microbatch, to which those of the others are new tensors.
-    taken = gradients + (0.0 if copies.masters_kept else masters)
+    taken = gradients + masters * (not copies.masters_kept)
     accumulated = copies.accumulates * (own if copies.has_buckets else taken)
     grows = 0.0 if copies.gradients_exist else 1.0
     # Until then, the network's own gradients exist beside those of the masters.
-    updating = kept + (taken if half else own)
-    if copies.has_buckets and not half:
-        updating = kept
+    updating = kept + (taken if half else own * (not copies.has_buckets))
     taking = updating + (own if half and not copies.has_buckets else 0.0)
     return State(kept, accumulated, grows, updating, taking)
 

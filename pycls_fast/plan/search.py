@@ -408,12 +408,15 @@ class Search:
                 for size in (found["all_gather"] / parts / passes / count, found["reduce_scatter"] / parts / count)
             )
             scatter += copies * found["reduce_scatter"] / parts / count * (layout.shard == 1)
+            reduce = 0.0
             if layout.replicate > 1:
-                size = found["all_reduce"] / parts / count
-                scatter += cluster.reduce(size, layout.replicate, apart=near * layout.shard)
-            behind = gather * (passes - 1) + scatter
-            hidden = max(0.0, gather - overlap * forward / count) + max(0.0, behind - overlap * backward / count)
-            exposed += parts * (gather + scatter + (count - 1) * hidden)
+                reduce = cluster.reduce(found["all_reduce"] / count, layout.replicate, apart=near * layout.shard)
+            for part in range(parts):
+                # Replicas exchange in the last microbatch.
+                sums = scatter + reduce * (part == parts - 1)
+                behind = gather * (passes - 1) + sums
+                hidden = max(0.0, gather - overlap * forward / count) + max(0.0, behind - overlap * backward / count)
+                exposed += gather + sums + (count - 1) * hidden
         elif layout.replicate > 1:
             # In buckets, of which the last one of a step is never hidden.
             buckets = math.ceil(found["all_reduce"] / 2**20 / bucket_megabytes(found["all_reduce"]))

@@ -318,6 +318,15 @@ def test_a_peak_has_its_parts(search: Search, layout: Layout, part: str) -> None
         assert peak.weights == pytest.approx(4.0 * sizes.parameters / layout.shard, rel=0.01)
 
 
+def test_replicas_of_shards_exchange_behind_the_last_microbatch_alone(search: Search) -> None:
+    slow = Search(search.config, search.cluster.model_copy(update={"network": 1e8}), 10)
+    layout = Layout(2, 8, accumulation=4)
+    whole = slow.cluster.reduce(slow.exchanged_bytes(layout)["all_reduce"], 2, apart=8)
+    exposed = [slow.exchange_seconds(layout, 1, 0.0, share * whole) / whole for share in (0.0, 0.5)]
+    assert 1.0 < exposed[0] < 1.2
+    assert exposed[0] - exposed[1] < 0.5
+
+
 def test_nothing_beats_the_frontier_in_both(search: Search) -> None:
     report = Report("", search.outcomes(), 1, search.cluster)
     found = report.frontier()
