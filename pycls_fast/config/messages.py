@@ -120,7 +120,7 @@ def unreadable(override: str, folders: Sequence[Path] = ()) -> str:
 
 def _one_line(error: Exception) -> str:
     """An error's message on one line, without the `++` that we add to keys and OmegaConf's remarks about itself."""
-    text = re.sub(r"(argument '|override )\+\+", r"\1", re.split(r"\n\s*full_key:", str(error))[0])
+    text = re.sub(r"(argument '|override |parameters ')\+\+", r"\1", re.split(r"\n\s*full_key:", str(error))[0])
     inner = re.match(r"\w+ raised while resolving interpolation: (.*)", text, re.DOTALL)
     return " ".join((inner[1].strip("\"'") if inner else text).split()) or type(error).__name__
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import check_runs
 from pycls_fast.ledger.ladder.processes import Job, ProcessResult, timing_arguments
 from pycls_fast.ledger.report.effects import best_resolution
 from pycls_fast.reading import Model
@@ -48,20 +47,13 @@ def show_plan(ledger: Ledger) -> None:
 
 
 def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step: float | None = None) -> None:
-    """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show.
-
-    Raises:
-        UserError: the margin is smaller than one image, or there are too few trainings.
-    """
-    say, trains, margin = ledger.say, ledger.settings.trains, ledger.settings.margin
-    each = 0
-    if trains:
-        groups = ledger.families()
-        check_runs(groups)
-        # A variant that is compared by itself has trainings of its own.
-        each = max((2 * len(family.pairs) for family in chain(*groups)), default=0)
+    """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show. A
+    `UserError` if the margin is smaller than one image."""
+    say, margin = ledger.say, ledger.settings.margin
+    # A variant that is compared by itself has trainings of its own.
+    each = max((2 * len(family.pairs) for family in chain(*ledger.families())), default=0)
     runs, images, step = ledger.trainings_at_most(), timed.evaluated_images, timed.train.step_seconds_p50
-    if trains and images and margin < 100 / images:
+    if each and images and margin < 100 / images:
         raise UserError(
             f"margin: {margin:g} points are less than one of {images:,} images; use "
             f"margin={math.ceil(2000 / images) / 10:g}, or more images"
@@ -110,10 +102,9 @@ def estimate(ledger: Ledger, seconds: float, timed: SavedTiming, fed_step: float
     steps = timed.steps_per_run + timed.evaluated_images_per_run / train.images_per_step / 2
     # On a CPU, concurrent runs share the cores.
     jobs = s.jobs if ledger.device == "cuda" else 1
-    runs = math.ceil(missing["training"] / jobs) if s.trains else 0
     return {
         "timings": missing["timings"] * (start + turn),
         "rounding": missing["rounding"] * (start + ((s.numerics_steps or 0) + _FLOAT64_STEPS) * fed_step),
         "gradients": missing["gradients"] * (start + _GRADIENT_STEPS * fed_step),
-        "training": runs * (start + steps * fed_step),
+        "training": math.ceil(missing["training"] / jobs) * (start + steps * fed_step),
     }

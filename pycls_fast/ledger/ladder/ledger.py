@@ -206,12 +206,13 @@ class Ledger:
         """The most trainings that the plan may take, as far as it is known."""
         if self.trainings is not None:
             return len(self.trainings.planned())
-        groups = self.families() if self.settings.trains else []
-        pairs = [pair for group in groups for family in group for pair in family.pairs]
+        pairs = [pair for group in self.families() for family in group for pair in family.pairs]
         return len({(pair.seed, on) for pair in pairs for on in pair.on})
 
     def families(self) -> list[list[Family]]:
-        """The families of trainings, as far as it is known what can be combined."""
+        """The families of trainings, if there are any, as far as it is known what can be combined."""
+        if not self.settings.trains:
+            return []
         _, *variants = self.selection.runnable()
         # Which combinations are refused is known before the trainings, after many seconds; they are hardly fewer.
         names = [variant.name for variant in variants]

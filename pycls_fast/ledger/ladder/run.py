@@ -18,7 +18,7 @@ from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.estimate import announce, show_plan
 from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import tree_path
+from pycls_fast.ledger.ladder.plan import check_runs, tree_path
 from pycls_fast.ledger.ladder.processes import visible_devices
 from pycls_fast.ledger.report.record import Record
 from pycls_fast.ledger.report.text import print_table
@@ -60,6 +60,7 @@ def run_ladder(
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)
     # Before any timing: variants that are known to fail, even if only in training.
     ledger.selection.rule_out(why_not)
+    check_runs(ledger.families())
     _divide_devices(ledger)
     ledger.conditions = conditions(config, device)
     if dry_run:

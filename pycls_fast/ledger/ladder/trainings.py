@@ -21,7 +21,6 @@ from pycls_fast.ledger.ladder.plan import (
     Factors,
     Family,
     PlannedPair,
-    check_runs,
     combination,
     compatible,
     families,
@@ -87,7 +86,6 @@ class CrossedTrainings:
     def run(self) -> None:
         """Train until every variant has a verdict, or no look is left. A `UserError` if the workload cannot decide at
         this margin, or trainings fail for no known reason."""
-        check_runs(self.groups())
         self.folder.keep_factors(self.factors)
         self._screen()
         place = 0

@@ -66,6 +66,7 @@ ONE_MISTAKE = [
     ("optim.lr", "cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"),
     ("vit_s16", "cannot read 'vit_s16' on the command line; did you mean --config-name vit_s16?"),
     ("optim.betas=0.9,0.95", "Ambiguous value for argument 'optim.betas=0.9,0.95' 1. To use it as a list, ..."),
+    ("seed=range(1,3)", "Sweep parameters 'seed=range(1,3)' requires --multirun"),
     ("data.root=/caf\udce9", "a value cannot be read (...); paths must be valid UTF-8"),
     # Additions and deletions.
     ("~optim", "optim.name: missing; set it with optim.name=VALUE (deleted on the command line)"),
