@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -385,6 +386,11 @@ def quantize(path: Path, images_NCHW: Tensor) -> None:
             return None if images_BCHW is None else {"images": images_BCHW.numpy()}
 
     simplified = path.with_stem("simplified")
-    quant_pre_process(path, simplified)
-    quantize_static(simplified, path, Reader(), per_channel=True, weight_type=QuantType.QInt8)
+    # It warns of each weight with a single axis, as those of norms, which it then quantizes as a whole.
+    logging.disable(logging.WARNING)
+    try:
+        quant_pre_process(path, simplified)
+        quantize_static(simplified, path, Reader(), per_channel=True, weight_type=QuantType.QInt8)
+    finally:
+        logging.disable(logging.NOTSET)
     simplified.unlink()

@@ -290,11 +290,12 @@ def test_openvino_computes_the_same(drawn: Path, tmp_path: Path) -> None:
 
 
 def test_int8_is_fitted_on_some_images_and_compared_on_others(
-    drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     onnx = pytest.importorskip("onnx")
     file = tmp_path / "net.onnx"
     assert export(str(drawn), str(file), format="onnx", dtype="int8", images=[str(folder)]) == 0
+    assert [record.name for record in caplog.records if record.name == "root"] == []
     assert " of 2 images have the network's class (at least 80% have to), logits" in capsys.readouterr().out
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
     with pytest.raises(UserError, match=r"^images: dtype=int8"):
