@@ -160,12 +160,12 @@ def _config(saved: Mapping[str, Any], where: str, device: str, precision: str, p
         "speed": {"preset": preset, "decode": decode, "normalize_on": "device", "sequence_padding": "none",
                   "erase_on": "device", "mix_on": "device", "compile": "off", "cuda_graphs": "off"},
         "runtime": {"device": device},
+        "data": {key: value for key, value in saved["data"].items() if key in Source.model_fields} | {"source": "auto"},
+        # What only training needs may be of classes that nobody has registered here.
+        "augment": saved["augment"] | {"policy": None},
+        "optim": {"name": "adamw", "lr": 1.0},
+        "schedule": {}, "distill": {}, "trackers": [], "callbacks": [],
     }  # fmt: skip
-    # What only training needs may be of classes that nobody has registered here.
-    changes |= {"optim": {"name": "adamw", "lr": 1.0}, "schedule": {}, "distill": {}, "trackers": [], "callbacks": []}
-    changes |= {"augment": saved["augment"] | {"policy": None}}
-    changes |= {"data": {key: saved["data"][key] for key in Source.model_fields if key in saved["data"]}}
-    changes["data"]["source"] = "auto"
     if "imports" not in saved and saved["loss"]["name"] not in Loss.choices():
         # An exported file names no modules.
         changes |= {"loss": {}}

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from pycls_fast.data.sources.base import Subset
-from pycls_fast.network import Network
 from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.evaluate import Scorer
@@ -49,6 +48,7 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
     it fits and at the end.
     """
     step, network, train, world = parts.step, parts.network, parts.sources["train"], scorer.world
+    has_bias = network.last_layer().bias is not None
     if len(train) > _MOST_IMAGES:
         train = Subset(train, np.sort(_some(train.labels, parts.config.seed)))
 
@@ -58,21 +58,30 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
         world.from_main(BUSY)
 
     features_ND, labels_N = collect_features(scorer, network, train, "train")
+    images = len(labels_N)
+    said = f"head: fitted to the features of {images:,} images"
     if step.sets_LK is not None:
         true_NK = step.sets_LK.cpu()[labels_N]
-        fitted = on_main(world, lambda: _fit_classes(network, features_ND, true_NK, go_on, report))
+
+        def fit() -> tuple[Tensor, Tensor]:
+            fitted = fit_each(features_ND, true_NK, bias=has_bias, check=go_on)
+            report(f"{said}, class by class", images=images)
+            return fitted
     else:
-        held_ND, held_N = collect_features(scorer, network, parts.sources["val"], "val")
+        held_out = collect_features(scorer, network, parts.sources["val"], "val")
         if len(labels_N.unique()) == 1:
             return
 
         def fit() -> tuple[Tensor, Tensor]:
-            weight_KD, bias_K = _fit_head(network, features_ND, labels_N, held_ND, held_N, go_on, report)
-            if parts.config.loss.criterion().sigmoid:
-                bias_K = bias_K - sigmoid_shift(features_ND @ weight_KD.T + bias_K)
-            return weight_KD, bias_K
+            outputs = network.last_layer().out_features
+            head = fit_logistic(features_ND, labels_N, outputs, bias=has_bias, check=go_on)
+            text, scores = _quality(head, features_ND, labels_N, held_out, outputs)
+            report(f"{said}, {text}", images=images, **scores)
+            if not parts.config.loss.criterion().sigmoid:
+                return head.weight_KD, head.bias_K
+            return head.weight_KD, head.bias_K - sigmoid_shift(features_ND @ head.weight_KD.T + head.bias_K)
 
-        fitted = on_main(world, fit)
+    fitted = on_main(world, fit)
     state = step.weights.state_dict()
     with torch.no_grad():
         for parameter, values in zip(("weight", "bias"), fitted, strict=True):
@@ -90,36 +99,18 @@ def _some(labels: np.ndarray, seed: int) -> np.ndarray:
     return order[np.concatenate([firsts, np.setdiff1d(np.arange(len(labels)), firsts)])[:_MOST_IMAGES]]
 
 
-def _fit_classes(
-    network: Network, features_ND: Tensor, true_NK: Tensor, check: Callable[[], None], report: Report
-) -> tuple[Tensor, Tensor]:
-    """The head's weight and bias where images have several labels; on the main rank."""
-    fitted = fit_each(features_ND, true_NK, bias=network.last_layer().bias is not None, check=check)
-    report(_line("class by class", len(features_ND)), images=len(features_ND))
-    return fitted
-
-
-def _fit_head(
-    network: Network,
-    features_ND: Tensor,
-    labels_N: Tensor,
-    held_ND: Tensor,
-    held_N: Tensor,
-    check: Callable[[], None],
-    report: Report,
-) -> tuple[Tensor, Tensor]:
-    """The head's weight and bias; on the main rank, which reports how good it is, and nearest neighbours."""
-    layer, k = network.last_layer(), min(_NEIGHBOURS, len(labels_N))
-    head = fit_logistic(features_ND, labels_N, layer.out_features, bias=layer.bias is not None, check=check)
-    votes = knn_votes(held_ND, features_ND, labels_N, classes=layer.out_features, k=k, temperature=_TEMPERATURE)
-    knn_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item()
-    accuracy = f"{100.0 * head.accuracy:.2f}% right in folds that were left out"
-    if math.isnan(head.accuracy):
-        accuracy = "too few to hold any out"
-    line = _line(f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%", len(labels_N))
-    held_out_top1 = 100.0 * head.accuracy
-    report(line, images=len(labels_N), penalty=head.penalty, held_out_top1=held_out_top1, knn_top1=knn_top1)
-    return head.weight_KD, head.bias_K
+def _quality(
+    head: Head, features_ND: Tensor, labels_N: Tensor, held_out: tuple[Tensor, Tensor], outputs: int
+) -> tuple[str, dict[str, float]]:
+    """How good a head is, and nearest neighbours: in words and numbers."""
+    (held_ND, held_N), k = held_out, min(_NEIGHBOURS, len(labels_N))
+    votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
+    knn_top1, held_out_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item(), 100.0 * head.accuracy
+    accuracy = "too few to hold any out"
+    if not math.isnan(held_out_top1):
+        accuracy = f"{held_out_top1:.2f}% right in folds that were left out"
+    text = f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%"
+    return text, {"penalty": head.penalty, "held_out_top1": held_out_top1, "knn_top1": knn_top1}
 
 
 def sigmoid_shift(logits_NK: Tensor) -> float:
@@ -130,10 +121,6 @@ def sigmoid_shift(logits_NK: Tensor) -> float:
     ends = float(logits_NK.min()), float(logits_NK.max()) + math.log(logits_NK.shape[1])
     shift: float = brentq(lambda by: float((logits_NK - by).sigmoid().sum(1).mean()) - 1.0, *ends)
     return shift
-
-
-def _line(text: str, images: int) -> str:
-    return f"head: fitted to the features of {images:,} images, {text}"
 
 
 @dataclass(frozen=True)
