@@ -408,6 +408,29 @@ def test_what_no_tensor_shows_is_known_of_timms_hub(
         assert relative_error(ours(batch), theirs.eval()(batch)) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs", "other"),
+    [
+        (
+            "efficientnet_lite0",
+            "tf_efficientnet_lite0",
+            r"conv_stem otherwise \(Conv2dSame .* model\.name=tf_efficientnet",
+        ),
+        ("vit_tiny_patch16_224", "deit_tiny_patch16_224", ""),
+    ],
+)
+def test_layers_of_timms_other_models_are_compared(
+    monkeypatch: pytest.MonkeyPatch, name: str, theirs: str, other: str
+) -> None:
+    ours, made = TimmNetwork(name=name, num_classes=CLASSES), timm.create_model(theirs, num_classes=CLASSES)
+    monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: made)
+    monkeypatch.setattr(read, "timm_weights", lambda name: None)
+    if other:
+        refused(ours, f"timm:{theirs}", other)
+    else:
+        load(ours, f"timm:{theirs}")
+
+
 def test_heads_of_googles_files_and_settings_of_pycls_are_known() -> None:
     others = r"trained with model\.heads=3 and the model has 6.*\n.*model\.norm_eps=1e-06 and the model has 1e-05"
     for stacked in (False, True):

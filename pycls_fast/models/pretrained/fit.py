@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.errors import UserError, first_few
+from pycls_fast.errors import UserError, first_few, refuse
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.moe import ExpertsMlp
 from pycls_fast.models.pretrained.names import OTHER, TIMM_VIT, TRANSFORMERS, VITS, to_timm_vit
 from pycls_fast.models.pretrained.read import ReadWeights
-from pycls_fast.models.pretrained.traits import check_settings, other_model
+from pycls_fast.models.pretrained.traits import check_settings, layers_of, other_model
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.values import Size
@@ -131,7 +131,28 @@ def fit(
         _fit_experts(tensors, network, fitted)
     _resolve(tensors, unknown, shapes, fitted, allow)
     check_settings(network, read.traits, read.source, with_head=f"{head}.weight" in fitted.tensors)
+    if isinstance(network, TimmNetwork):
+        _check_layers(network, read, fitted)
     return fitted
+
+
+def _check_layers(network: TimmNetwork, read: ReadWeights, fitted: Fitted) -> None:
+    """Refuse weights of another of timm's models with the same names and shapes whose layers compute something else.
+
+    Of the same model the options are the user's; patches of another size are resampled.
+    """
+    name, ours = read.source.removeprefix("timm:").partition(".")[0], layers_of(network.network)
+    theirs = {} if name == network.name.partition(".")[0] else read.traits.layers
+    others = [path for path, layer in theirs.items() if ours.get(path, layer) != layer]
+    refuse(
+        f"weights: {read.source} is of a model that computes {path} otherwise ({_in_words(theirs[path])}) than "
+        f"{network.name} ({_in_words(ours[path])}), with the same tensors; use model=timm model.name={name}"
+        for path in [path for path in others if f"network.{path}.weight" not in fitted.adapted][:1]
+    )
+
+
+def _in_words(layer: Sequence[Any]) -> str:
+    return " ".join(str(setting) for setting in layer if setting is not None)
 
 
 def _in_names_of(

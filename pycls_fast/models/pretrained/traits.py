@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Traits:
         bgr: its first layer takes the channels in the order blue, green, red.
         unlike: what that model does and ours cannot, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
+        layers: what each of timm's layers computes besides its tensors, see `layers_of`.
     """
 
     heads: int | None = None
@@ -40,6 +41,18 @@ class Traits:
     bgr: bool = False
     unlike: str = ""
     pools_unlike: str = ""
+    layers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def layers_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """The kind of each layer with weights and of each activation, by its name, with the settings that change what it
+    computes: tf_efficientnet_b0 has the names and shapes of efficientnet_b0."""
+    settings = ("eps", "stride", "padding", "dilation")
+    return {
+        path: (type(module).__name__, *(getattr(module, key, None) for key in settings))
+        for path, module in model.named_modules()
+        if getattr(module, "weight", None) is not None or path.rpartition(".")[2].startswith("act")
+    }
 
 
 def timm_traits(model: Any) -> Traits:
