@@ -250,7 +250,7 @@ def test_published_weights_classify_as_their_library_does(
     torch.manual_seed(0)
     if project == "timm":
         model = timm.create_model(what).eval()
-        transform = create_transform(**resolve_data_config(model.pretrained_cfg, use_test_size=True))
+        transform = create_transform(**resolve_data_config(model=model, use_test_size=True))
     else:
         model = torchvision.models.resnet18().eval()
         transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
