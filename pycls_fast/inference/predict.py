@@ -113,10 +113,6 @@ def _json(guess: Guess) -> dict[str, Any]:
     return {"label": guess.label, "class": guess.class_name, "probability": guess.probability}
 
 
-_NONE = "none"
-"""What people read where no class is over the threshold; programs get an empty cell or list."""
-
-
 def _names(over: Sequence[Guess]) -> str:
     return ";".join(guess.class_name for guess in over)
 
@@ -171,7 +167,7 @@ def _write_table(stream: TextIO, classifier: Classifier, found: Sequence[Predict
             first, then = each.over, tuple(guess for guess in each.top if guess not in each.over)
         more = ", ".join(f"{guess.class_name} {percent(guess.probability)}" for guess in then)
         sure = ", ".join(percent(guess.probability) for guess in first)
-        rows.append({"image": name, "class": _names(first) or _NONE, "%": sure, "then": more})
+        rows.append({"image": name, "class": _names(first) or "none", "%": sure, "then": more})
     console = wide_console(stream)
     console.print(str(classifier.weights), markup=False, soft_wrap=True)
     console.print(plain_table(rows, right=("%",)))
@@ -188,6 +184,5 @@ def _cell(source: GivenImages, each: Prediction, convert: Conversion) -> Cell:
     picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     more = [f"{percent(guess.probability)}%  {guess.class_name}" for guess in each.top[1 : 1 + _MORE]]
     # The number comes first: long lines are cut off at the end.
-    title = f"{percent(each.probability)}%  {each.class_name}"
-    title = f"{_NONE}: {title}" if each.over == () else title
+    title = f"{'none: ' if each.over == () else ''}{percent(each.probability)}%  {each.class_name}"
     return Cell(picture, title, [source.short_name(each.position), *more])

@@ -125,17 +125,15 @@ def open_trained(source: str | Path, *, kind: str = "auto") -> Weights:
     # A file that takes the place of a hub's weights is told by their name.
     about = pretrained.description_of(source if pretrained.is_hub(str(source)) else weights.path)
     if about is None or not about.classes:
-        raise UserError(
-            f"weights: {source} does not say which model and classes it belongs to; give a run folder, a checkpoint, a "
-            "file that pycls-fast export has written, or weights with a head: timm:NAME, torchvision:NAME"
-        )
+        weights.require_model()
+    assert about is not None
     one_of("which", kind, ("auto", weights.kind), more=f" for {source}")
     given = [f"weights={about.weights}", "data.normalization=configured"]
     config = build.with_preprocessing(load_config("finetune", given, needs_data=False), about)
     # Do not advance the caller's generator.
     with torch.random.fork_rng(devices=[]):
         network = build.model(config, len(about.classes), build.switches(config, torch.device("cpu")))
-    load_weights(network, source, classes=about.classes, for_training=False)
+        load_weights(network, source, classes=about.classes, for_training=False)
     tensors = network.state_dict()
 
     def fill(given: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,8 @@ class Weights:
         if self.config is None or self.classes is None:
             raise UserError(
                 f"weights: {self.path} does not say which model and classes it belongs to; give a run folder, a "
-                "checkpoint, or a file that pycls-fast export has written"
+                "checkpoint or a file of pycls-fast export, or, to predict or export, timm:NAME or torchvision:NAME of "
+                "weights with a head"
             )
         return self.config, self.classes
 
