@@ -143,16 +143,13 @@ def _check_layers(network: TimmNetwork, read: ReadWeights, fitted: Fitted) -> No
     """
     name, ours = read.source.removeprefix("timm:").partition(".")[0], layers_of(network.network)
     theirs = {} if name == network.name.partition(".")[0] else read.traits.layers
-    others = [path for path, layer in theirs.items() if ours.get(path, layer) != layer]
+    resampled = {name.removeprefix("network.").removesuffix(".weight") for name in fitted.adapted}
+    others = [path for path, layer in theirs.items() if path not in resampled and ours.get(path, layer) != layer]
     refuse(
-        f"weights: {read.source} is of a model that computes {path} otherwise ({_in_words(theirs[path])}) than "
-        f"{network.name} ({_in_words(ours[path])}), with the same tensors; use model=timm model.name={name}"
-        for path in [path for path in others if f"network.{path}.weight" not in fitted.adapted][:1]
+        f"weights: {read.source} is of a model that computes {path} otherwise than {network.name}, with the same "
+        f"tensors; use model=timm model.name={name}"
+        for path in others[:1]
     )
-
-
-def _in_words(layer: Sequence[Any]) -> str:
-    return " ".join(str(setting) for setting in layer if setting is not None)
 
 
 def _in_names_of(
@@ -230,8 +227,6 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
     weight, before = f"{head}.weight", "none in the file"
     if other_classes:
         before = f"{other_classes} different ones in the file"
-        for name in [name for name in tensors if name.startswith(f"{head}.")]:
-            del tensors[name]
     elif weight in tensors:
         theirs, ours = tensors[weight].shape, shapes[weight]
         # The same classes on other features mean a different model, not a new task; `_resolve` reports it.

@@ -33,14 +33,7 @@ from pycls_fast.models.pretrained.names import (
     read_names,
     resnet_shortcut,
 )
-from pycls_fast.models.pretrained.traits import (
-    Traits,
-    layers_of,
-    pycls_traits,
-    timm_traits,
-    timm_weights,
-    torchvision_weights,
-)
+from pycls_fast.models.pretrained.traits import Traits, pycls_traits, timm_traits, timm_weights, torchvision_weights
 from pycls_fast.reading import check_unpacked, open_file, read_npz
 
 Fetched = TypeVar("Fetched")
@@ -107,7 +100,7 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
 
         timm_weights(name)
         model = _downloaded(source, lambda: timm.create_model(name, pretrained=True))
-        return model.state_dict(), replace(timm_traits(model), layers=layers_of(model))
+        return model.state_dict(), timm_traits(model)
     import torchvision
 
     architecture, weights = torchvision_weights(name)

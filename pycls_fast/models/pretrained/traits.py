@@ -57,10 +57,10 @@ def layers_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def timm_traits(model: Any) -> Traits:
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
-        return Traits(unlike="smooths maps before it makes them smaller")
+        return Traits(unlike="smooths maps before it makes them smaller", layers=layers_of(model))
     block: Any = next(iter(getattr(model, "blocks", ())), None)
     if not hasattr(block, "attn"):
-        return Traits()
+        return Traits(layers=layers_of(model))
     unlike = ""
     # GELU by tanh counts as GELU, as timm itself treats Google's models, which were trained with it: the two differ by
     # 5e-4 at most.
@@ -81,6 +81,7 @@ def timm_traits(model: Any) -> Traits:
         classifier=_CLASSIFIERS.get(pool),
         unlike=unlike,
         pools_unlike=pools_unlike,
+        layers=layers_of(model),
     )
 
 
