@@ -36,8 +36,8 @@ def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
     way_out = "write the path, or name an experiment with --config-name (the command line)"
     with refusing(what, OmegaConfBaseException, use=way_out):
         value = str(OmegaConf.create({"weights": path})["weights"])
-    # A sweep may name several, which are of one configuration; in quotes a comma is a part of the name.
-    found = (saved_at(user_path(source)) for source in (value.split(",") if path == given[-1] else [value]))
+    # A comma is a part of a name, or a sweep has several, which are of one configuration.
+    found = (saved_at(user_path(source)) for source in (value, *value.split(",")))
     return next((saved for saved in found if saved is not None), None)
 
 

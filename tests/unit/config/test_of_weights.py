@@ -40,7 +40,7 @@ def home(tmp_path: Path, config: RunConfig) -> Path:
     """A run with a checkpoint, the checkpoint elsewhere, and what was exported."""
     values = config.model_dump(mode="json")
     checkpoints = tmp_path / "run" / "checkpoints"
-    names = ("copied", "moved, too", "Ann's 'own'")
+    names = ("copied", "moved, too", "Ann's 'own'", 'a [1], "b" c')
     for folder in (checkpoints / "step_000000007", *(tmp_path / name for name in names)):
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": 7, "config": values}))
@@ -65,6 +65,7 @@ def home(tmp_path: Path, config: RunConfig) -> Path:
         (".", "${oc.env:PYCLS_FAST_RUN}"),
         (".", '"moved, too"'),
         (".", "Ann's 'own'"),
+        (".", 'a [1], "b" c'),
         ("run/checkpoints", "best"),
     ],
 )
