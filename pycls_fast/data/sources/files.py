@@ -39,8 +39,8 @@ SPLIT_OF = {
     "testing": "test",
 }
 """The splits by the words that stand for them, the more usual word first."""
-NO_LABEL = ("", None, "-1", -1)
-"""How a missing label is written."""
+NO_LABEL = ("", None, "-1", -1, "nan", "NaN")
+"""How a missing label is written; in pandas it is a number that is none."""
 ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that Windows adds."""
 # Created by file systems, network storage (thumbnails in `@eaDir`) and archive programs.

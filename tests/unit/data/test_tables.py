@@ -140,6 +140,7 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
         ),
         ("path,label\na,b,c\n", "is no table in UTF-8 with as many values in each line as columns"),
         ("path;label\na,b\n", "as columns, separated by commas, semicolons or tabs"),
+        ("path,label\na,x\nb,nan\n", "1 of 2 images have no label (the first is number 2)"),
         ("path,label\na,x\nb,\n", "1 of 2 images have no label (the first is number 2); leave them out"),
         ("path,label\nb,1\nc,100200300\n", "the label 100,200,300: labels count the classes"),
         ("path,label,split\nx.jpg,a,never\n", "the column split: must be one of train, "),
