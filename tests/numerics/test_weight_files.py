@@ -22,6 +22,7 @@ import torchvision
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
+from timm.models import _registry
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError
@@ -408,6 +409,10 @@ def test_what_no_tensor_shows_is_known_of_timms_hub(
         assert relative_error(ours(batch), theirs.eval()(batch)) < 1e-2
 
 
+def own_lite0(**kwargs: Any) -> nn.Module:
+    return timm.models.efficientnet_lite0(**kwargs)
+
+
 @pytest.mark.parametrize(
     ("name", "theirs", "other"),
     [
@@ -417,11 +422,14 @@ def test_what_no_tensor_shows_is_known_of_timms_hub(
             r"computes conv_stem otherwise .* model\.name=tf_efficientnet",
         ),
         ("vit_tiny_patch16_224", "deit_tiny_patch16_224", ""),
+        ("own_lite0", "tf_efficientnet_lite0", ""),
     ],
 )
 def test_layers_of_timms_other_models_are_compared(
     monkeypatch: pytest.MonkeyPatch, name: str, theirs: str, other: str
 ) -> None:
+    # A user's own model differs on purpose.
+    monkeypatch.setitem(_registry._model_entrypoints, "own_lite0", own_lite0)
     ours, made = TimmNetwork(name=name, num_classes=CLASSES), timm.create_model(theirs, num_classes=CLASSES)
     monkeypatch.setattr(timm, "create_model", lambda name, *, pretrained: made)
     monkeypatch.setattr(read, "timm_weights", lambda name: None)

@@ -139,10 +139,13 @@ def fit(
 def _check_layers(network: TimmNetwork, read: ReadWeights, fitted: Fitted) -> None:
     """Refuse weights of another of timm's models with the same names and shapes whose layers compute something else.
 
-    Of the same model the options are the user's; patches of another size are resampled.
+    A variant that is not in timm is the user's, as are options of the same model; patches of other sizes are resampled.
     """
+    import timm
+
     name, ours = read.source.removeprefix("timm:").partition(".")[0], layers_of(network.network)
-    theirs = {} if name == network.name.partition(".")[0] else read.traits.layers
+    is_timms = timm.models.model_entrypoint(network.name).__module__.startswith("timm.")
+    theirs = read.traits.layers if is_timms and name != network.name.partition(".")[0] else {}
     resampled = {name.removeprefix("network.").removesuffix(".weight") for name in fitted.adapted}
     others = [path for path, layer in theirs.items() if path not in resampled and ours.get(path, layer) != layer]
     refuse(
