@@ -182,12 +182,13 @@ def evaluate(scorer: Scorer, scored: EvalSet, doing: str, *, keep_scores: bool =
     )
     sums = torch.zeros(5, dtype=torch.float64, device=world.device)
     outcomes: list[tuple[torch.Tensor, ...]] = []
-    for batch, logits_BK in scorer.logits(scored.source, doing):
+    for batch, output_BK in scorer.logits(scored.source, doing):
+        logits_BK = output_BK.double()
         answers_BM = batch.labels_B[:, None] if answers_NM is None else answers_NM[batch.indices_B]
         target_BK = None if sets_LK is None else sets_LK[batch.labels_B]
         if target_BK is not None:
             answers_BM = torch.where(target_BK > 0, torch.arange(target_BK.shape[1], device=target_BK.device), -1)
-        columns, added = _score(logits_BK.double(), answers_BM, among, criterion, target_BK)
+        columns, added = _score(logits_BK, answers_BM, among, criterion, target_BK)
         sums += added
         if keep_scores:
             scores_BK = logits_BK if criterion.sigmoid else logits_BK.log_softmax(dim=1)

@@ -255,6 +255,12 @@ def test_the_area_under_the_roc_curve_counts_pairs(sigmoid: bool) -> None:
     assert len(set(found)) == 3
 
 
+def test_kept_scores_are_not_rounded_to_the_format_of_the_logits() -> None:
+    logits_NK = 3 * torch.randn(40, 7).bfloat16()
+    scores_NK = score(logits_NK, torch.zeros(40, dtype=torch.int64), [40], keep_scores=True).scores_NK
+    torch.testing.assert_close(torch.as_tensor(scores_NK), logits_NK.float().log_softmax(dim=1))
+
+
 def test_images_with_several_labels() -> None:
     logits_NK = torch.tensor([[2.0, 1, -1, 0], [3, -2, -1, 9], [-1, -3, 4, 0], [5, -1, -2, 0]], dtype=torch.float64)
     # The last output stands for no class, and the third image has no label.
