@@ -11,7 +11,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import SavedSpeed, SavedTiming, read_measurement
 from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.processes import Job, ProcessResult, timing_arguments
-from pycls_fast.ledger.report.effects import best_resolution
+from pycls_fast.ledger.report.effects import resolution
 from pycls_fast.reading import Model
 
 # A brief timing; its warm-up lasts half of this or more.
@@ -50,10 +50,9 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
     """Say how long the rest takes by `estimate`, if seconds are known, and the smallest difference that it can show. A
     `UserError` if the margin is smaller than one image."""
     say, margin = ledger.say, ledger.settings.margin
-    # A variant that is compared by itself has trainings of its own.
-    each = max((2 * len(family.pairs) for family in chain(*ledger.families())), default=0)
+    errors = [error for family in chain(*ledger.families()) for error in family.errors.tolist()]
     runs, images, step = ledger.trainings_at_most(), timed.evaluated_images, timed.train.step_seconds_p50
-    if each and images and margin < 100 / images:
+    if errors and images and margin < 100 / images:
         raise UserError(
             f"margin: {margin:g} points are less than one of {images:,} images; use "
             f"margin={math.ceil(2000 / images) / 10:g}, or more images"
@@ -63,10 +62,12 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
     parts = {name: took for name, took in estimate(ledger, seconds, timed, fed_step or step).items() if took > 0}
     for name, took in parts.items():
         say(f"{name}: {'at most ' if name == 'training' else ''}about {took / 60:.0f} min")
-    if each and images:
+    if errors and images:
+        # If one image in a hundred, each by itself, changes from one training to the next.
+        finest = resolution(100 * math.sqrt(0.01 / (2 * images)) * min(errors))
         say(
-            f"{runs} trainings, scored on {images:,} images, show differences of {best_resolution(images, each):.2f} "
-            "points at best; the first ones will say more"
+            f"{runs} trainings, scored on {images:,} images, show differences of {finest:.2f} points at best; the first "
+            "ones will say more"
         )
     left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
     say(

@@ -310,11 +310,6 @@ def resolution(error: float) -> float:
     return float(stats.norm.isf(levels(ALPHA_FREE)[-1]) + stats.norm.ppf(CHANCE)) * error
 
 
-def best_resolution(images: int, runs: int) -> float:
-    """The resolution of so many trainings if one image in a hundred, each by itself, changes from one to the next."""
-    return resolution(100 * math.sqrt(0.01 / (2 * images)) * 2 / math.sqrt(runs))
-
-
 def runs_that_resolve(finest: float, runs: int, margin: float) -> int:
     """The number of trainings whose resolution is the margin, if that of so many runs is the `finest`; even."""
     return 2 * math.ceil(runs * (finest / margin) ** 2 / 2)
