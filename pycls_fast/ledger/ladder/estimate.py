@@ -66,8 +66,8 @@ def announce(ledger: Ledger, seconds: float | None, timed: SavedTiming, fed_step
         # If one image in a hundred, each by itself, changes from one training to the next.
         finest = resolution(100 * math.sqrt(0.01 / (2 * images)) * min(errors))
         say(
-            f"{runs} trainings, scored on {images:,} images, show differences of {finest:.2f} points at best; the first "
-            "ones will say more"
+            f"{runs} trainings, scored on {images:,} images, show differences of {finest:.2f} points at best; the "
+            "first ones will say more"
         )
     left_out = f"; what {ledger.folder.path} already has is not counted" if ledger.folder.path.is_dir() else ""
     say(
