@@ -236,7 +236,7 @@ def _fit_head(tensors: dict[str, Tensor], shapes: Shapes, head: str, fitted: Fit
         if tuple(theirs) == ours or (theirs[0] == ours[0] and "pre_logits.weight" not in shapes):
             return
         before = f"{theirs[0]} classes in the file"
-    for name in [name for name in (*tensors, *shapes) if name.startswith((f"{head}.", "pre_logits."))]:
+    for name in [name for name in (*shapes, *tensors) if name.startswith((f"{head}.", "pre_logits."))]:
         dropped = tensors.pop(name, None)
         if name in shapes:
             fitted.fresh[name] = f"{shapes[weight][0]} classes, {before}"
