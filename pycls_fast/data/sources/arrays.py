@@ -179,7 +179,8 @@ def write_digits(folder: str | Path) -> None:
     Raises:
         UserError: when `folder` holds something else or cannot be written.
     """
-    folder = Path(folder)
+    # `.` has no name.
+    folder = Path(folder).absolute()
     if _is_complete(folder):
         return
     draft = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")

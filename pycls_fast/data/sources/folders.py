@@ -214,9 +214,10 @@ def subfolders(root: Path) -> list[str]:
 
 
 def _holds_runs(folder: Path) -> bool:
-    """Whether it has only folders of folders, EXPERIMENT/TIME/: trained beside the classes, with `data=.`."""
+    """Whether its images, to the second level, are pictures of runs: trained beside the classes, with `data=.`."""
     inside = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
-    return all(each.is_dir() or each.name[0] == "." for each in inside)
+    images = (each for each in inside if each.suffix.lower() in EXTENSIONS and each.name[0] != ".")
+    return all((each.parent / "config.yaml").is_file() for each in images)
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:

@@ -96,11 +96,13 @@ def test_digits(tmp_path: Path) -> None:
     assert len(sources["train"]) + len(sources["val"]) == len(paths)
 
 
-def test_something_else_is_never_overwritten_by_digits(tmp_path: Path) -> None:
+def test_something_else_is_never_overwritten_by_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits" / "3").mkdir(parents=True)
     (tmp_path / "digits" / "3" / "0003.png").write_bytes(b"mine")
-    with pytest.raises(UserError, match="choose another folder, or train on the images there"):
-        write_digits(tmp_path / "digits")
+    monkeypatch.chdir(tmp_path / "digits")
+    for folder in (tmp_path / "digits", "."):
+        with pytest.raises(UserError, match="choose another folder, or train on the images there"):
+            write_digits(folder)
     assert (tmp_path / "digits" / "3" / "0003.png").read_bytes() == b"mine"
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 

@@ -168,7 +168,9 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
     """As `data=.` makes them; a class may have the name."""
     write_tree(tmp_path, {"cat": 2, "dog": 2, "runs/finetune/2026-11-30_12-00-00": 1})
-    (tmp_path / "runs/.DS_Store").touch()
+    write_tree(tmp_path, {"runs/mine": 1})
+    for file in (".DS_Store", "table.csv", "mine/config.yaml"):
+        (tmp_path / "runs" / file).touch()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
     write_tree(tmp_path, {"runs": 2})
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
