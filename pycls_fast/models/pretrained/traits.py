@@ -4,6 +4,7 @@ function), and the preprocessing of images."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -274,12 +275,19 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
 
 @cache
 def _imagenet_classes(count: int | None) -> tuple[str, ...]:
-    """The first of WordNet's words for each class of that set of ImageNet's which has so many."""
+    """The first of WordNet's words for each class of that set of ImageNet's which has so many, with the WordNet id
+    where several classes have the word (a bird and a machine are cranes)."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset({"num_classes": count})
-    words = ImageNetInfo(subset).label_descriptions() if subset else []
-    return tuple(each.partition(",")[0] for each in words)
+    if subset is None:
+        return ()
+    info = ImageNetInfo(subset)
+    words = [each.partition(",")[0] for each in info.label_descriptions()]
+    times = Counter(words)
+    return tuple(
+        word if times[word] == 1 else f"{word} ({wnid})" for word, wnid in zip(words, info.label_names(), strict=True)
+    )
 
 
 def torchvision_weights(name: str) -> tuple[str, Any]:
