@@ -61,7 +61,7 @@ class TimeVerb(Verb):
     compare: Texts = ()
     """Variants, each a text of overrides; they are timed in turns and compared with the first."""
     output: Text | None = None
-    """A JSON file; null: timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
+    """A JSON file; null: runs/timings/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     @property
     def reads_images(self) -> bool:
@@ -140,7 +140,7 @@ class GradientsVerb(Verb, purpose=Purpose(trains=True)):
     loss_scale: PositiveFloat = 65536.0
     """The scale that is tried on the gradients."""
     output: Text | None = None
-    """A JSON file; null: gradients/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
+    """A JSON file; null: runs/gradients/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.ledger.measure.numerics import count_gradients
@@ -154,7 +154,7 @@ class NumericsVerb(Verb, purpose=Purpose(trains=True)):
     steps: PositiveInt = 20
     """Errors are measured before training, and after this many steps."""
     output: Text | None = None
-    """A JSON file; null: numerics/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
+    """A JSON file; null: runs/numerics/EXPERIMENT-TIME.json, or one in run_dir if that is set."""
 
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.ledger.measure.numerics import measure_numerics

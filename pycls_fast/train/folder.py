@@ -93,9 +93,10 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
 
 
 def new_file(config: RunConfig, kind: str) -> Path:
-    """Where a measurement without `output` is written: KIND/EXPERIMENT-TIME.json, or KIND-TIME.json in run_dir."""
-    folder, name = (kind, config.config_name) if config.run_dir is None else (config.run_dir, kind)
-    return Path(folder, f"{name}-{timestamp()}.json")
+    """Where a measurement without `output` is written: runs/KIND/EXPERIMENT-TIME.json, or KIND-TIME.json in run_dir."""
+    if config.run_dir is None:
+        return Path(RUNS, kind, f"{config.config_name}-{timestamp()}.json")
+    return Path(config.run_dir, f"{kind}-{timestamp()}.json")
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from scipy.io import savemat
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import scan_classes
-from tests.factories import class_folders
+from pycls_fast.train.folder import new_file
+from tests.factories import class_folders, config_of
 from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import (
     CLASSES,
@@ -169,8 +170,9 @@ def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
     """As `data=.` makes them; a class may have the name."""
     write_tree(tmp_path, {"cat": 2, "dog": 2, "runs/finetune/2026-11-30_12-00-00": 1})
     write_tree(tmp_path, {"runs/mine": 1})
-    for file in (".DS_Store", "table.csv", "mine/config.yaml"):
-        (tmp_path / "runs" / file).touch()
+    for file in ("runs/.DS_Store", "runs/table.csv", "runs/mine/config.yaml", new_file(config_of(), "timings")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
     write_tree(tmp_path, {"runs": 2})
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
