@@ -25,7 +25,7 @@ from pycls_fast.config.keys import key_of
 from pycls_fast.config.ladder import Ladder, Mode, Variant
 from pycls_fast.errors import UserError, did_you_mean, refuse
 from pycls_fast.files import user_path
-from pycls_fast.ledger.report.effects import LOOKS, errors_of
+from pycls_fast.ledger.report.effects import LOOKS, On, errors_of, tells_apart
 from pycls_fast.ledger.report.record import Status
 
 # Longest name in a path, in characters; file systems allow about 250.
@@ -184,9 +184,14 @@ class Family:
     pilot: int
 
     @property
+    def on(self) -> list[On]:
+        """What is on in all pairs."""
+        return [pair.on for pair in self.pairs]
+
+    @property
     def errors(self) -> np.ndarray:
         """The standard errors (m,) of the effects after all pairs, over the standard deviation of a run."""
-        return errors_of([pair.on for pair in self.pairs], self.names)
+        return errors_of(self.on, self.names)
 
     def at_look(self, place: int) -> tuple[PlannedPair, ...]:
         return self.pairs[: math.ceil(LOOKS[place] * len(self.pairs))]
@@ -290,17 +295,25 @@ def check_runs(groups: Sequence[Sequence[Family]]) -> None:
     """Raise a `UserError` if a family has too few trainings to tell its variants apart."""
     refuse(
         f"runs_at_most: {2 * len(family.pairs)} trainings say nothing about {len(family.names)} variants; use "
-        f"{2 * len(family.names) + 2} or more"
+        f"{_more_runs(family)} or more"
         for family in chain(*groups)
-        if len(family.pairs) <= len(family.names)
+        if not tells_apart(family.on, family.names)
     )
+
+
+def _more_runs(family: Family) -> int:
+    """The number of trainings that may tell a family's variants apart, if its own do not."""
+    runs, fewest = 2 * len(family.pairs), 2 * len(family.names) + 2
+    # Alternatives, and changes of changes, are on less often.
+    return fewest if runs < fewest else 2 * runs
 
 
 def _crossed(
     ladder: Ladder, names: Sequence[str], factors: Factors, count: int, first_seed: int
 ) -> tuple[tuple[PlannedPair, ...], int]:
     """`count` pairs, and how many of the first are all on against all off."""
-    rows = _rows(len(names))
+    # A change is on with all that it is a change of, which among few rows are never on without it.
+    rows = _rows(max(len(names), *(2 ** len(with_parents(ladder, [name])) // 2 for name in names)))
     # The others alone tell the variants apart.
     pilot = max(min(_PILOT, count - rows + 1), 1)
     on_RC = hadamard(rows) > 0

@@ -113,13 +113,11 @@ def floor_of(pairs: Sequence[Pair]) -> float:
 
 
 def fit(pairs: Sequence[Pair], names: Sequence[str]) -> Fit | None:
-    """Least squares on the differences of pairs; None if they leave no degree of freedom for the spread."""
-    freedom = len(pairs) - len(names)
-    if freedom <= 0:
+    """Least squares on the differences of pairs; None if these do not tell the variants apart."""
+    each, freedom = [pair.on for pair in pairs], len(pairs) - len(names)
+    if not tells_apart(each, names):
         return None
-    on_PM, difference_P = design([pair.on for pair in pairs], names), np.array([pair.difference for pair in pairs])
-    if np.linalg.matrix_rank(on_PM) < len(names):
-        return None
+    on_PM, difference_P = design(each, names), np.array([pair.difference for pair in pairs])
     inverse = np.linalg.inv(on_PM.T @ on_PM)
     effects = inverse @ on_PM.T @ difference_P
     # A difference has twice a run's variance.
@@ -132,11 +130,15 @@ def design(each: Iterable[On], names: Sequence[str]) -> np.ndarray:
     return np.array([[(name in first) - (name in second) for name in names] for first, second in each], float)
 
 
+def tells_apart(each: Sequence[On], names: Sequence[str]) -> bool:
+    """Whether such pairs tell the effects of variants from each other, and leave a degree of freedom for the spread."""
+    return len(each) > len(names) and bool(np.linalg.matrix_rank(design(each, names)) == len(names))
+
+
 def errors_of(each: Iterable[On], names: Sequence[str]) -> np.ndarray:
     """The standard errors (m,) of effects from such pairs, over the standard deviation of a run: 2 / sqrt(runs), more
     for alternatives and for what needs another variant, which are on less often."""
-    on_PM = design(each, names)
-    errors_M: np.ndarray = np.sqrt(2 * np.diag(np.linalg.pinv(on_PM.T @ on_PM)))
+    errors_M: np.ndarray = np.sqrt(2) * np.linalg.norm(np.linalg.pinv(design(each, names)), axis=1)
     return errors_M
 
 

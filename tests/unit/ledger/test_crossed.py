@@ -15,7 +15,7 @@ from pycls_fast.config.ladder import Ladder, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import Family, combination, families, find_factors
+from pycls_fast.ledger.ladder.plan import Family, check_runs, combination, families, find_factors
 from pycls_fast.ledger.ladder.processes import FAILED
 from pycls_fast.ledger.report.page import ledger_page
 from pycls_fast.ledger.report.record import Record
@@ -58,6 +58,25 @@ def test_many_variants_have_four_first_pairs_and_stay_told_apart() -> None:
         x = np.array([[(name in pair.on[0]) * 2 - 1 for name in many] for pair in family.pairs])
         assert np.linalg.matrix_rank(x) == 15
         assert len({pair.seed for pair in family.pairs}) == runs // 2
+
+
+@pytest.mark.parametrize("steps", [2, 4, 6])
+def test_changes_of_changes_are_told_apart(steps: int) -> None:
+    variants = [Variant(name="v0", overrides=("a0=1",))]
+    variants += [Variant(name=f"v{i}", overrides=(f"a{i}=1",), against=f"v{i - 1}") for i in range(1, steps)]
+    groups = planned(LADDER.model_copy(update={"variants": tuple(variants)}))
+    check_runs(groups)
+    assert (np.diff(groups[0][0].errors) > 0).all()
+
+
+def test_too_few_trainings_for_alternatives_are_refused() -> None:
+    variants = tuple(Variant(name=name, overrides=(f"a={name}",)) for name in NAMES[:4])
+    few, enough = (planned(LADDER.model_copy(update={"variants": variants}), runs_at_most=runs) for runs in (10, 20))
+    with pytest.raises(UserError, match=r"^runs_at_most: 10 trainings say nothing about 4 variants; use 20 or more"):
+        check_runs(few)
+    check_runs(enough)
+    # A variant that is left out may make too few of them.
+    assert np.isfinite(few[0][0].errors).all()
 
 
 def test_many_variants_are_not_paired_in_silence(tmp_path: Path) -> None:
