@@ -263,13 +263,19 @@ def long_name(override: str, folders: Sequence[Path], *, is_sourced: bool = Fals
     return f"{ALIASES.get(key, key)}{separator}{value}"
 
 
+def long_names(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """All that is typed, with long names."""
+    is_sourced = any(override.startswith("data.source=") for override in overrides)
+    return [long_name(override, folders, is_sourced=is_sourced) for override in overrides]
+
+
 # One's own images, weights or (from Python) module.
 _OWN = re.compile(r"(weights|data[.](root|train|dataset)|model[.]module)=|data={")
 
 
-def default_experiment(overrides: Iterable[str], folders: Sequence[Path]) -> str:
+def default_experiment(overrides: Sequence[str], folders: Sequence[Path]) -> str:
     """The experiment if none is named: `finetune` for one's own images or weights, else the digits."""
-    own = any(_OWN.match(long_name(override, folders).lstrip("+")) for override in overrides)
+    own = any(_OWN.match(override.lstrip("+")) for override in long_names(overrides, folders))
     return "finetune" if own else "vit_digits"
 
 
@@ -277,9 +283,7 @@ def as_hydra_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> lis
     """Turn `key=value` into `++key=value`, so that pydantic, not the YAML files, decides which keys exist: by default
     Hydra refuses every key that is not in the chosen files, and accepts any name after a `+`."""
     names = groups(folders)
-    is_sourced = any(override.startswith("data.source=") for override in overrides)
-    overrides = [long_name(override, folders, is_sourced=is_sourced) for override in overrides]
-    written_out = (part for override in overrides for part in _written_out(override, folders))
+    written_out = (part for override in long_names(overrides, folders) for part in _written_out(override, folders))
     return [_as_hydra_override(override, names, folders) for override in written_out]
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pycls_fast.choice import FAMILIES
-from pycls_fast.config.compose import long_name, module_names, validate
+from pycls_fast.config.compose import long_names, module_names, validate
 from pycls_fast.config.keys import CONFIGS, key_of, typed_values
 from pycls_fast.config.of_weights import SavedConfig, saved_at
 from pycls_fast.config.run import RunConfig, groups
@@ -117,7 +117,7 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
     if key is not None:
         raise UserError(f"{saved.file}: {key}: is not resolved in a saved configuration; write its plain value")
-    given = typed_values(long_name(override, [CONFIGS]) for override in overrides)
+    given = typed_values(long_names(overrides, [CONFIGS]))
     found = as_data(saved, given)
     # speed comes last: its file meta2022 chooses those of other groups.
     names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")

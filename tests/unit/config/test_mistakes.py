@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pycls_fast.config import Purpose, RunConfig, load_config
-from pycls_fast.config.compose import check, compose, notes
+from pycls_fast.config.compose import check, compose, default_experiment, notes
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import USUAL_KEYS, known_keys
 from pycls_fast.errors import UserError
@@ -137,7 +137,9 @@ def test_usual_names_stand_for_keys_that_exist() -> None:
 
 def test_a_name_beside_a_source_is_a_folder() -> None:
     # One that is not there is then said to be missing, not that none is set.
-    assert load_config("vit_digits", ["data=insects", "data.source=folder"]).data.root == "insects"
+    typed = ["data=insects", "data.source=folder"]
+    assert load_config("vit_digits", typed).data.root == "insects"
+    assert default_experiment(typed, [CONFIGS]) == "finetune"
 
 
 def test_all_mistakes_are_told_at_once() -> None:
