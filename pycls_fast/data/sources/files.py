@@ -39,8 +39,9 @@ SPLIT_OF = {
     "testing": "test",
 }
 """The splits by the words that stand for them, the more usual word first."""
-NO_LABEL = ("", None, "-1", -1, "nan", "NaN")
-"""How a missing label is written; in pandas it is a number that is none."""
+_EMPTY = ("", "nan", "NaN")
+NO_LABEL = (*_EMPTY, None, "-1", -1)
+"""How a missing label is written; nan by pandas."""
 ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that Windows adds."""
 # Created by file systems, network storage (thumbnails in `@eaDir`) and archive programs.
@@ -254,7 +255,7 @@ def name_classes(
 
     Args:
         labels: integers, also as floats (pandas' columns with gaps), or strings; strings that are all whole numbers
-            count as integers. None, "" and -1 stand for an image without a label: then all must, as those of a test
+            count as integers. Those of `NO_LABEL` stand for an image without a label: then all must, as those of a test
             split, and get -1.
         names: class names, if known. Numbers are positions in it; strings must be among them.
         where: the file, for messages.
@@ -329,7 +330,7 @@ def _split_label(label: object, separator: str) -> list[object]:
         with suppress(ValueError):
             label = parse_json(label)
     parts = label if isinstance(label, list) else ("" if label is None else str(label)).split(separator)
-    return [part for part in parts if str(part).strip()]
+    return [part for part in parts if str(part).strip() not in _EMPTY]
 
 
 def read_class_list(root: str) -> list[str] | None:

@@ -171,12 +171,12 @@ def test_every_source_has_its_row() -> None:
 
 
 def test_images_with_several_labels(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("path,label\na,dog; cat\nb,\nc,cat;dog\nd,cat;;cat\ne,zebra\n")
+    (tmp_path / "train.csv").write_text("path,label\na,dog; cat\nb,\nc,cat;dog\nd,cat;;cat\ne,zebra\nf,nan\n")
     (tmp_path / "val.csv").write_text("path,label\nf,zebra;dog\ng,dog\n")
     splits = opened("manifest", tmp_path, label_separator=";")
     train, val = splits["train"], splits["val"]
     assert train.classes == val.classes == ("cat", "dog", "zebra")
-    assert said(train) == [{"cat", "dog"}, set(), {"cat", "dog"}, {"cat"}, {"zebra"}]
+    assert said(train) == [{"cat", "dog"}, set(), {"cat", "dog"}, {"cat"}, {"zebra"}, set()]
     assert train.labels[0] == train.labels[2]
     assert train.class_counts().tolist() == [3, 2, 1]
     # The validation table alone has other classes in other places.
