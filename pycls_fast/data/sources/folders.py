@@ -164,7 +164,7 @@ def _scan(root: Path) -> Index:
         # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
         raise UserError(
             f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}; remove it, or, if a "
-            "run is in it, give run_dir=PATH outside of the classes"
+            "run is in it, give run_dir=PATH outside of the classes (a ledger: output=PATH)"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
