@@ -387,10 +387,11 @@ def quantize(path: Path, images_NCHW: Tensor) -> None:
 
     simplified = path.with_stem("simplified")
     # It warns of each weight with a single axis, as those of norms, which it then quantizes as a whole.
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         quant_pre_process(path, simplified)
         quantize_static(simplified, path, Reader(), per_channel=True, weight_type=QuantType.QInt8)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     simplified.unlink()
