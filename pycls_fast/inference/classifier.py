@@ -244,6 +244,8 @@ class Classifier:
         for name, value in (("topk", topk), ("batch_size", batch_size), ("every", every)):
             if value is not None and value <= 0:
                 raise UserError(f"{name}: must be greater than 0; got {value}")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise UserError(f"threshold: must be from 0 to 1; got {threshold}")
         source = images if isinstance(images, GivenImages) else self.given(images, every)
         for batch in self.batches(source, batch_size=batch_size, num_workers=num_workers, skip=skip):
             scores_BK = self.scores(batch, tta).double()

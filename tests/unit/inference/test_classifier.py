@@ -234,6 +234,7 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
         ({"topk": 0}, f"topk: {positive} 0"),
         ({"batch_size": -1}, f"batch_size: {positive} -1"),
         ({"every": 0.0}, f"every: {positive} 0.0"),
+        ({"threshold": 70}, "threshold: must be from 0 to 1; got 70"),
     ]
     for options, line in mistakes:
         with pytest.raises(UserError, match=line):
