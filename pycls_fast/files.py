@@ -58,8 +58,8 @@ def timestamp() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-RUNS = "runs"
-"""The folder, in the current one, of runs without a `run_dir`."""
+RUNS, LEDGERS = "runs", "ledgers"
+"""The folders, in the current one, of runs without a `run_dir` and of ledgers without an `output`."""
 BEST = "best"
 """In the folder of checkpoints, the link to the best one."""
 STATE = "state.json"

@@ -31,7 +31,7 @@ from pycls_fast.data.sources.files import (
 from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build, progress
 from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
-from pycls_fast.files import RUNS
+from pycls_fast.files import LEDGERS, RUNS
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -164,7 +164,7 @@ def _scan(root: Path) -> Index:
         # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
         raise UserError(
             f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}; remove it, or, if a "
-            "run is in it, give run_dir=PATH outside of the classes (a ledger: output=PATH)"
+            "run is in it, give run_dir=PATH outside of the classes"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
@@ -209,15 +209,15 @@ def _list_class(root: Path, name: str) -> tuple[list[bytes], dict[str, int], Cou
 
 
 def subfolders(root: Path) -> list[str]:
-    """Names of the folders in a folder, sorted; hidden ones, those of the system and `runs/` left out."""
-    return [name for name in next(walk(str(root)))[2] if name != RUNS or not _holds_runs(root / name)]
+    """Names of the folders in a folder, sorted; hidden ones, those of the system, `runs/` and `ledgers/` left out."""
+    return [name for name in next(walk(str(root)))[2] if name not in (RUNS, LEDGERS) or _is_class(root / name)]
 
 
-def _holds_runs(folder: Path) -> bool:
-    """Whether its images, to the second level, are pictures of runs: trained beside the classes, with `data=.`."""
+def _is_class(folder: Path) -> bool:
+    """Whether a folder with the name of ours has images, to the second level, and no run: those of `data=.` are there."""
     inside = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
-    images = (each for each in inside if each.suffix.lower() in EXTENSIONS and each.name[0] != ".")
-    return all((each.parent / "config.yaml").is_file() for each in images)
+    has_images = any(each.suffix.lower() in EXTENSIONS and each.name[0] != "." for each in inside)
+    return has_images and not any(folder.rglob("config.yaml"))
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:

@@ -22,6 +22,7 @@ from pycls_fast.config.keys import CONFIGS, flat
 from pycls_fast.config.ladder import Mode, Variant
 from pycls_fast.config.run import groups
 from pycls_fast.errors import UserError, first_few, refusing
+from pycls_fast.files import LEDGERS
 from pycls_fast.ledger.ladder.plan import Factors, readable, slug
 from pycls_fast.ledger.report.record import Rounding
 from pycls_fast.reading import Model, Saved, check, read_json
@@ -218,7 +219,7 @@ _MAY_GROW = ("rounds", "jobs", "gradients", *_UNTIL_VERDICTS)
 def default_folder(config_name: str, ladder: str, mode: Mode, switches: Sequence[str]) -> Path:
     """The default folder of a ledger; the same each time, so that it resumes after a kill."""
     picked = f"-{readable(' '.join(sorted(switches)))}" if switches else ""
-    return Path("ledgers") / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
+    return Path(LEDGERS) / f"{config_name}-{Path(ladder).stem}-{mode}{picked}"
 
 
 def conditions(config: RunConfig, device: str) -> dict[str, Any]:

@@ -167,14 +167,16 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
-    """As `data=.` makes them; a class may have the name."""
+    """As `data=.` makes them, with a picture that the user put there; a class may have the name."""
     write_tree(tmp_path, {"cat": 2, "dog": 2, "runs/finetune/2026-11-30_12-00-00": 1})
-    write_tree(tmp_path, {"runs/mine": 1})
+    write_tree(tmp_path, {"runs/mine": 1, "ledgers/quick/runs/base/seed_0": 1})
     for file in ("runs/.DS_Store", "runs/table.csv", "runs/mine/config.yaml", new_file(config_of(), "timings")):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
     write_tree(tmp_path, {"runs": 2})
+    assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
+    (tmp_path / "runs/mine/config.yaml").unlink()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
 
 
