@@ -315,7 +315,8 @@ def cluster(text: str, memory: float | None = None) -> Cluster:
     kind, ranks = (name, 1) if name in known or found is None else (found[1], int(found[2]))
     if not kind and len(known) == 1:
         (kind,) = known
-    one_of("cluster", kind, known, more=", with a number: h100x64")
+    of_file = f"{path}{ending}:" if ending else ""
+    one_of("cluster", of_file + kind, [of_file + each for each in known], more=", with a number: h100x64")
     settings = known[kind]
     if ranks > settings.per_node and ranks % settings.per_node:
         raise UserError(f"cluster: {text}: nodes have {settings.per_node} each; use a multiple of it")

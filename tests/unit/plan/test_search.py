@@ -396,6 +396,7 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
         (["cluster=h100x00"], "error: cluster: must be one of "),
+        (["cluster=two.yaml"], "error: cluster: must be one of two.yaml:a, two.yaml:b, with a number: h100x64; got two"),
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
         (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
         (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
@@ -435,10 +436,13 @@ def test_a_mistake_is_one_line(
         "accelerators: {here: {memory: 0, flops: {'2': 1.0e+12, '4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
         "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], cores: 2}}\n"
     )
+    links = "per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], jitter: 0.0, cores: 2, images_per_core: 9"
+    (tmp_path / "two.yaml").write_text(
+        f"accelerators: {{}}\nclusters: {{a: {{accelerator: x, {links}}}, b: {{accelerator: x, {links}}}}}\n"
+    )
     (tmp_path / "half.yaml").write_text(
         "accelerators: {here: {memory: 1.0e+9, flops: {'4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
-        "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], jitter: 0.0, "
-        "cores: 2, images_per_core: 9}}\n"
+        f"clusters: {{here: {{accelerator: here, {links}}}}}\n"
     )
     assert run([*VIT, *arguments], monkeypatch) == 2
     assert capsys.readouterr().err.startswith(line.replace("HERE", str(tmp_path)))
