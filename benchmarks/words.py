@@ -13,7 +13,7 @@ def command_words(text: str | None, *names: str, **options: str) -> tuple[list[s
         parser.add_argument(name)
     parser.add_argument("options", nargs="*", metavar="key=value")
     given = vars(parser.parse_args())
-    asked = dict(word.partition("=")[::2] for word in given["options"])
-    if unknown := asked.keys() - options.keys():
-        parser.error(f"{', '.join(unknown)}: the keys are {', '.join(options) or 'none'}")
+    asked = dict(word.partition("=")[::2] for word in given["options"] if "=" in word)
+    if unknown := [word for word in given["options"] if word.partition("=")[0] not in options or "=" not in word]:
+        parser.error(f"{', '.join(unknown)}: write key=value; the keys are {', '.join(options) or 'none'}")
     return [given[name] for name in names], options | asked

@@ -34,7 +34,8 @@ def test_help_and_a_mistyped_key_start_nothing(
     monkeypatch.chdir(tmp_path)
     for words, status, said in (
         (["--help"], 0, f"benchmarks/{name}.py"),
-        (["a", "b", "c", "sed=1"], 2, "the keys are"),
+        (["a", "b", "c", "sed=1"], 2, "sed=1: write key=value; the keys are"),
+        (["a", "b", "c", "seeds"], 2, "seeds: write key=value; the keys are"),
     ):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
         with pytest.raises(SystemExit) as ended:
