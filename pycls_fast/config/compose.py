@@ -171,7 +171,9 @@ def import_modules(names: Iterable[str]) -> None:
             # Python's own frames of the import have no file.
             frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_file()]
             at = f"({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else f"({here}, PYTHONPATH)"
-            raise UserError(f"imports: {name}: {type(error).__name__}: {first_line(error)} {at}") from error
+            module = name.removesuffix(".py").replace("/", ".")
+            meant = f"; did you mean {module}?" if module != name else ""
+            raise UserError(f"imports: {name}: {type(error).__name__}: {first_line(error)} {at}{meant}") from error
 
 
 def module_names(values: Mapping[str, Any]) -> list[str]:

@@ -119,6 +119,7 @@ def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> Non
         ("import of_nobody", "own_mod", r"ModuleNotFoundError: No module named 'of_nobody' \(.*own_mod.py, line 1\)"),
         ("", "of_nobody", r"ModuleNotFoundError: No module named 'of_nobody' \(.*, PYTHONPATH\)"),
         ("", "own_mod.nets", r"ModuleNotFoundError: No module named 'own_mod.nets'; .*, PYTHONPATH\)"),
+        ("", "own/mod.py", r"ModuleNotFoundError: .*, PYTHONPATH\); did you mean own.mod\?$"),
     ],
 )
 def test_a_module_that_fails_is_one_line(here: Path, text: str, name: str, line: str) -> None:
