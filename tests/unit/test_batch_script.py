@@ -69,3 +69,10 @@ def test_only_a_stopped_run_is_queued_again(
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == f"--cpus-per-task=96 --config-name vit_h16 run_dir={run}\n"
     assert (tmp_path / "queued").exists() == queued
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--config-name", "vit_h16"]])
+def test_without_a_run_it_says_how_it_is_called(words: list[str]) -> None:
+    done = subprocess.run(["bash", str(SCRIPT), *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "sbatch --nodes=4 tools/train.sbatch /shared/runs/h16 --config-name vit_h16" in done.stdout
