@@ -170,12 +170,14 @@ class CrossedTrainings:
         for family in group:
             runs = self.trained(family.pairs)
             failed = [run for run in runs if run.failed is not None]
+            if not failed:
+                continue
             failed_on = [run.on for run in failed]
             ended_on = [run.on for run in runs if run.failed is None]
-            name = effects.breaking_variant(failed_on, ended_on, family.names) if failed else None
-            if name is not None:
-                of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
-                evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
+            name, explains = effects.suspect(failed_on, ended_on, family.names)
+            of, lost = (sum(name in run.on for run in each) for each in (runs, failed))
+            evidence = f"{lost} of {of} trainings failed with it, {len(failed) - lost} of {len(runs) - of} without"
+            if explains:
                 self.factors.broken[name] = evidence
                 for other in self.names:
                     if name in with_parents(self.ladder, [other]):
@@ -187,10 +189,10 @@ class CrossedTrainings:
                 continue
             # At first all variants are on together; more trainings at the same rates may tell which one it is.
             times = 2 * len(family.pairs) / len(runs)
-            if effects.breaking_variant(failed_on, ended_on, family.names, times=times) is None:
+            if not effects.suspect(failed_on, ended_on, family.names, times=times)[1]:
                 raise UserError(
-                    f"ladder: {len(failed)} trainings fail, and no variant explains it: {failed[0].failed}; a failed "
-                    f"one is tried again when its {FAILED} is removed"
+                    f"ladder: {len(failed)} trainings fail, and no variant explains it for certain ({name} may: "
+                    f"{evidence}): {failed[0].failed}; a failed one is tried again when its {FAILED} is removed"
                 )
         return False
 

@@ -341,10 +341,11 @@ def deviation_of(pairs: Sequence[Pair]) -> float:
     return math.sqrt(max(spread, floor_of(pairs)))
 
 
-def breaking_variant(
+def suspect(
     failed: Sequence[Collection[str]], ended: Sequence[Collection[str]], names: Sequence[str], *, times: float = 1.0
-) -> str | None:
-    """The variant that makes trainings fail: Fisher's exact test at 5%, after Holm's first step; None if none is found.
+) -> tuple[str, bool]:
+    """The variant that explains best why trainings fail, and whether it does: Fisher's exact test at 5%, after Holm's
+    first step.
 
     `failed` and `ended` say what was on in each training that failed, and in each that did not; `times` as many are
     imagined at the same rates.
@@ -355,5 +356,5 @@ def breaking_variant(
         imagined = [[round(times * count) for count in row] for row in table]
         return float(stats.fisher_exact(imagined, alternative="greater").pvalue)
 
-    p, worst = min(((p_value(name), place) for place, name in enumerate(names)), default=(1.0, 0))
-    return names[worst] if p * len(names) <= 0.05 else None
+    p_values = [p_value(name) for name in names]
+    return names[int(np.argmin(p_values))], min(p_values) * len(names) <= 0.05

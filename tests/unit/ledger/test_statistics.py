@@ -21,7 +21,6 @@ from pycls_fast.ledger.report.effects import (
     Fit,
     Look,
     Pair,
-    breaking_variant,
     decide,
     fit,
     interplay,
@@ -30,6 +29,7 @@ from pycls_fast.ledger.report.effects import (
     resolution,
     runs_that_resolve,
     sum_of,
+    suspect,
 )
 from pycls_fast.ledger.report.statistics import (
     geometric_mean,
@@ -285,9 +285,9 @@ def test_a_variant_that_breaks_trainings_is_found_and_no_other() -> None:
     runs = [on for pair in pairs([0.0] * 8, 0.1, runs=32) for on in pair.on]
     failed = [on for on in runs if "c" in on]
     ended = [on for on in runs if "c" not in on]
-    assert breaking_variant(failed, ended, NAMES) == "c"
-    assert breaking_variant(failed[:1], [*failed[1:], *ended], NAMES) is None
+    assert suspect(failed, ended, NAMES) == ("c", True)
+    assert not suspect(failed[:1], [*failed[1:], *ended], NAMES)[1]
     # A quarter of the trainings that have it on: enough only if it goes on like this.
     few = (failed[-4:], [*failed[:-4], *ended], NAMES)
-    assert breaking_variant(*few) is None
-    assert breaking_variant(*few, times=2) == "c"
+    assert suspect(*few) == ("c", False)
+    assert suspect(*few, times=2) == ("c", True)
