@@ -62,7 +62,8 @@ def pick(ladder: Ladder, names: Sequence[str]) -> Ladder:
     for variant in ladder.variants:
         keys = set(map(key_of, set(variant.overrides).difference(overrides.get(str(variant.against), ()))))
         # A switch may be named without its section: "compile" for speed.compile.
-        words[variant.name] = {variant.name, *keys, *(key.removeprefix("speed.") for key in keys)}
+        short = {key.removeprefix("speed.") for key in keys} | {each for each in ALIASES if ALIASES[each] in keys}
+        words[variant.name] = {variant.name, *keys, *short}
     known = set().union(*words.values())
     refuse(
         f"switches: no variant is called {name} or sets it{did_you_mean(name, known)}; there are {', '.join(words)}"
@@ -246,9 +247,7 @@ def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Vari
 
 def _same_key(one: Variant, other: Variant) -> bool:
     """Whether two variants set a key to different values."""
-    values = [
-        {ALIASES.get(key := key_of(each), key): each.partition("=")[2] for each in v.overrides} for v in (one, other)
-    ]
+    values = [{key_of(each): each.partition("=")[2] for each in variant.overrides} for variant in (one, other)]
     return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 
@@ -317,6 +316,9 @@ def _crossed(
     # The others alone tell the variants apart.
     pilot = max(min(_PILOT, count - rows + 1), 1)
     on_RC = hadamard(rows) > 0
+    # Of k alternatives each is left out at random, so that a half has none of them as often as a certain one.
+    among_N = 1 + np.array([sum(name in pair for pair in factors.conflicts) for name in names])
+    left_out_N = 2 * (1 + among_N) ** (-1 / among_N) - 1
     ends, others = list[PlannedPair](), list[PlannedPair]()
     for block in range(max(math.ceil(count / rows), pilot)):
         generator = np.random.default_rng([first_seed, rows, len(names), block])
@@ -326,10 +328,11 @@ def _crossed(
         for place, row in enumerate(order):
             is_on_N = on_RC[row, columns]
             halves = [[names[i] for i in np.flatnonzero(side).tolist()] for side in (is_on_N, ~is_on_N)]
-            drawn = [generator.permutation(half).tolist() for half in halves]
-            # Of alternatives the first pairs all have the same: how these scatter must not be what the variants do.
-            alike = place == 0 and block < pilot
-            on = [compatible(ladder, half, factors.conflicts) for half in (halves if alike else drawn)]
+            if place or block >= pilot:
+                # Of alternatives the first pairs all have the same: how these scatter must not be what the variants do.
+                left_out = set(np.compress(generator.random(len(names)) < left_out_N, names))
+                halves = [[n for n in generator.permutation(half).tolist() if n not in left_out] for half in halves]
+            on = [compatible(ladder, half, factors.conflicts) for half in halves]
             pair = PlannedPair(first_seed + block * rows + place, (on[0], on[1]))
             (others if place else ends).append(pair)
     # The ends of later blocks stay with their blocks.

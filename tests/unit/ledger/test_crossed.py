@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,10 +70,19 @@ def test_changes_of_changes_are_told_apart(steps: int) -> None:
     assert (np.diff(groups[0][0].errors) > 0).all()
 
 
+def test_alternatives_are_compared_with_none_of_them_as_well() -> None:
+    """With k of them and each pair of levels as often, errors would be sqrt(k) times those of the others."""
+    levels = tuple(Variant(name=f"z{i}", overrides=(f"z={i}",)) for i in range(4))
+    ladder = LADDER.model_copy(update={"variants": (*levels, *LADDER.variants[:4])})
+    errors = planned(ladder)[0][0].errors * math.sqrt(64) / 2
+    assert errors[:4].max() < 1.3 * math.sqrt(4)
+    assert errors[4:].max() < 1.1
+
+
 def test_too_few_trainings_for_alternatives_are_refused() -> None:
-    variants = tuple(Variant(name=name, overrides=(f"a={name}",)) for name in NAMES[:4])
-    few, enough = (planned(LADDER.model_copy(update={"variants": variants}), runs_at_most=runs) for runs in (10, 20))
-    with pytest.raises(UserError, match=r"^runs_at_most: 10 trainings say nothing about 4 variants; use 20 or more"):
+    variants = tuple(Variant(name=name, overrides=(f"a={name}",)) for name in NAMES[:6])
+    few, enough = (planned(LADDER.model_copy(update={"variants": variants}), runs_at_most=runs) for runs in (14, 28))
+    with pytest.raises(UserError, match=r"^runs_at_most: 14 trainings say nothing about 6 variants; use 28 or more"):
         check_runs(few)
     check_runs(enough)
     # A variant that is left out may make too few of them.
