@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Section
-from pycls_fast.config.compose import validate
-from pycls_fast.config.keys import as_typed
+from pycls_fast.config.compose import long_names, validate
+from pycls_fast.config.keys import CONFIGS, as_typed
 from pycls_fast.config.run import LADDERS, RunConfig
 from pycls_fast.errors import UserError, did_you_mean, one_of, refusing
 from pycls_fast.files import user_path
@@ -19,7 +19,8 @@ from pycls_fast.reading import read_yaml
 from pycls_fast.speed import SWITCHES
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Size, Text
 
-Overrides = tuple[Text, ...]
+# So that a key has one name.
+Overrides = Annotated[tuple[Text, ...], AfterValidator(lambda given: tuple(long_names(given, [CONFIGS])))]
 Mode = Literal["crossed", "cumulative"]
 
 

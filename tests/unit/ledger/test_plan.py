@@ -82,13 +82,22 @@ STEPS = Ladder(
         Variant(name="two", overrides=("b=1", "a=1"), against="one"),
         Variant(name="three", overrides=("c=1", "b=1", "a=1"), against="two", note="slow"),
         Variant(name="other", overrides=("d=1",)),
+        Variant(name="rate", overrides=("lr=1",)),
     ),
 )
 
 
 @pytest.mark.parametrize(
     ("name", "picked"),
-    [("c", ["one", "two", "three"]), ("two", ["one", "two"]), ("b", ["one", "two"]), ("a", ["one"]), ("d", ["other"])],
+    [
+        ("c", ["one", "two", "three"]),
+        ("two", ["one", "two"]),
+        ("b", ["one", "two"]),
+        ("a", ["one"]),
+        ("d", ["other"]),
+        ("optim.lr", ["rate"]),
+        ("lr", ["rate"]),
+    ],
 )
 def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str]) -> None:
     assert [variant.name for variant in pick(STEPS, [name]).variants] == picked
@@ -96,7 +105,7 @@ def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str])
 
 def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
     assert [(a.name, a.against) for a in plan(STEPS, "crossed")] == [
-        ("base", None), ("one", "base"), ("two", "one"), ("three", "two"), ("other", "base"),
+        ("base", None), ("one", "base"), ("two", "one"), ("three", "two"), ("other", "base"), ("rate", "base"),
     ]  # fmt: skip
 
 
