@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,8 @@ from pycls_fast.reading import Model, Saved, check, read_json
 from pycls_fast.train.environment import environment, versions
 from pycls_fast.train.folder import RunFolder, write_json
 from pycls_fast.values import ImageSize
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 class SavedPlan(BaseModel):
@@ -235,25 +237,38 @@ def conditions(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
-def code_digest(configs: Sequence[Path], trees: Sequence[Path] = (), imports: Sequence[str] = ()) -> str:
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def files_of(imports: Iterable[str]) -> list[Path]:
+    """The files of the user's modules, which this process has imported, those of their packages, and of what these
+    import from the folder that they are in (not what is installed there)."""
+    found = set[Path]()
+    loaded = [Path(file) for each in list(sys.modules.values()) if (file := getattr(each, "__file__", None))]
+    for name in imports:
+        # A folder without `__init__.py` has no file.
+        if file := getattr(sys.modules[name], "__file__", None):
+            module, is_package = Path(file), Path(file).stem == "__init__"
+            found |= set(module.parent.rglob("*.py")) if is_package else {module}
+            folder = module.parents[name.count(".") + is_package]
+            beside = (each for each in loaded if each.is_relative_to(folder) and not each.is_relative_to(_PACKAGE))
+            found |= {each for each in beside if _INSTALLED.isdisjoint(each.parts)}
+    return sorted(found)
+
+
+def code_digest(configs: Sequence[Path], trees: Sequence[Path] = (), own: Sequence[Path] = ()) -> str:
     """SHA-256 of the code that a variant's processes run; takes milliseconds.
 
     Args:
         configs: folders of configurations. Only the files of groups count, which variants choose by name: the plan
             itself holds the experiment and the ladder.
         trees: other checkouts that variants run.
-        imports: the user's modules, which this process has imported.
+        own: the user's files (`files_of`).
     """
     found = hashlib.sha256()
-    own = (getattr(sys.modules[name], "__file__", None) for name in imports)
-    for module in map(Path, filter(None, own)):
-        # Of a package, whose file is `__init__.py`, all its modules.
-        for file in sorted(module.parent.rglob("*.py")) if module.stem == "__init__" else [module]:
-            found.update(file.read_bytes())
-    for package, folders in (
-        (Path(__file__).parents[2], configs),
-        *((t / "pycls_fast", [t / "configs"]) for t in trees),
-    ):
+    for file in own:
+        found.update(file.read_bytes())
+    for package, folders in ((_PACKAGE, configs), *((t / "pycls_fast", [t / "configs"]) for t in trees)):
         files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
         files += [
             (root, file) for root in folders for each in groups([CONFIGS]) for file in (root / each).glob("*.yaml")

@@ -16,7 +16,7 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant, for_experi
 from pycls_fast.errors import DONE, STOPPED, UserError, refuse
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.estimate import announce, show_plan
-from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions
+from pycls_fast.ledger.ladder.folder import LedgerFolder, code_digest, conditions, files_of
 from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import check_runs, tree_path
 from pycls_fast.ledger.ladder.processes import visible_devices
@@ -54,7 +54,7 @@ def run_ladder(
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(ladder, config)
-    code = partial(code_digest, configs, _trees(chosen), config.imports)
+    code = partial(code_digest, configs, _trees(chosen), files_of(config.imports))
     place = LedgerFolder(folder, code=code, accept_code=accept_code)
     why_not = partial(refusal, compose=compose, device=torch.device(device))
     ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)

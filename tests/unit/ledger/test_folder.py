@@ -15,7 +15,7 @@ from pycls_fast.config import load_config
 from pycls_fast.config.ladder import LadderSettings
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import folder as module
-from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions
+from pycls_fast.ledger.ladder.folder import LedgerFolder, changed, code_digest, conditions, files_of
 from pycls_fast.ledger.ladder.ledger import Ledger
 from tests.factories import config_of
 from tests.unit.ledger.stand_ins import LADDER, SETTINGS, FakeProcess, quiet, run
@@ -72,7 +72,7 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
 
 def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, configs = tmp_path / "pycls_fast", tmp_path / "configs"
-    monkeypatch.setattr(module, "__file__", str(package / "ledger" / "ladder" / "folder.py"))
+    monkeypatch.setattr(module, "_PACKAGE", package)
     files = {
         package / "data" / "region.c": True, package / "a.py": True, configs / "augment" / "own.yaml": True,
         configs / "mine.yaml": False, configs / "ladders" / "l.yaml": False,
@@ -91,19 +91,22 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
 
 
 def test_own_modules_are_code_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what they import, unless it is installed."""
     monkeypatch.syspath_prepend(tmp_path)
     names = ["ledger_one", "ledger_package"]
-    files = [tmp_path / "ledger_one.py", tmp_path / "ledger_package" / "inner.py"]
-    files[1].parent.mkdir()
-    for file in (*files, files[1].with_name("__init__.py")):
-        file.write_text("x = 1")
+    texts = {
+        "ledger_package/__init__.py": "", "ledger_package/inner.py": "", "ledger_helper.py": "",
+        "ledger_one.py": "import ledger_helper, sys, timm", "unrelated.py": "",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     for name in names:
         importlib.import_module(name)
-    found = [code_digest([], imports=names)]
-    for file in files:
-        file.write_text("x = 2")
-        found.append(code_digest([], imports=names))
-    assert len(set(found)) == 3
+    assert files_of(names) == sorted(tmp_path / name for name in texts if name != "unrelated.py")
+    found = code_digest([], own=files_of(names))
+    (tmp_path / "ledger_helper.py").write_text("x = 2")
+    assert code_digest([], own=files_of(names)) != found
 
 
 def test_the_time_of_all_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
