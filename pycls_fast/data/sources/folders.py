@@ -214,7 +214,7 @@ def subfolders(root: Path) -> list[str]:
 
 
 def _is_class(folder: Path) -> bool:
-    """Whether a folder with the name of ours has images, to the second level, and no run: those of `data=.` are there."""
+    """Whether a folder with the name of ours, which `data=.` finds, has images, to the second level, and no run."""
     inside = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
     has_images = any(each.suffix.lower() in EXTENSIONS and each.name[0] != "." for each in inside)
     return has_images and not any(folder.rglob("config.yaml"))

@@ -396,7 +396,10 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
         (["cluster=h100x00"], "error: cluster: must be one of "),
-        (["cluster=two.yaml"], "error: cluster: must be one of two.yaml:a, two.yaml:b, with a number: h100x64; got two"),
+        (
+            ["cluster=two.yaml"],
+            "error: cluster: must be one of two.yaml:a, two.yaml:b, with a number: h100x64; got two",
+        ),
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
         (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
         (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
