@@ -106,19 +106,10 @@ class BinaryCrossEntropy:
 
     def dense(self, targets: Targets, like_BK: Tensor) -> Tensor:
         """Targets as one value per class, (B, K)."""
-        if targets.labels_B.ndim == 2:
-            several_BK = targets.labels_B
-            if targets.mixed_B is not None:
-                several_BK = targets.lam * several_BK + (1.0 - targets.lam) * targets.mixed_B
-            smoothed_BK = (1.0 - self.label_smoothing) * several_BK + self.label_smoothing / like_BK.shape[1]
-            return smoothed_BK.to(like_BK.dtype)
-        target_BK = torch.full_like(like_BK, self.label_smoothing / like_BK.shape[1])
-        share = 1.0 - self.label_smoothing
-        ones_B1 = target_BK.new_ones(len(target_BK), 1)
-        if targets.mixed_B is None:
-            return target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * share)
-        target_BK.scatter_add_(1, targets.labels_B[:, None], ones_B1 * (share * targets.lam))
-        return target_BK.scatter_add_(1, targets.mixed_B[:, None], ones_B1 * (share * (1.0 - targets.lam)))
+        target_BK = _one_hot(targets.labels_B, like_BK)
+        if targets.mixed_B is not None:
+            target_BK = targets.lam * target_BK + (1.0 - targets.lam) * _one_hot(targets.mixed_B, like_BK)
+        return (1.0 - self.label_smoothing) * target_BK + self.label_smoothing / like_BK.shape[1]
 
 
 @dataclass(frozen=True)
@@ -216,6 +207,12 @@ class FusedLoss:
             lam = logits_BK.new_ones((), dtype=torch.promote_types(logits_BK.dtype, torch.float32)) * targets.lam
             loss = self._mixed(logits_BK, targets.labels_B, targets.mixed_B, lam)
         return loss
+
+
+def _one_hot(labels_B: Tensor, like_BK: Tensor) -> Tensor:
+    if labels_B.ndim == 2:
+        return labels_B.to(like_BK.dtype)
+    return torch.zeros_like(like_BK).scatter_(1, labels_B[:, None], 1.0)
 
 
 def _wide(logits_BK: Tensor) -> Tensor:

@@ -38,9 +38,8 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     """
     assert world.mesh is not None
     shared, pipeline = world.tensor > 1, settings.pipeline
-    # The dimensions over which weights are sharded and replicated, as one mesh.
+    # The dimensions over which weights are sharded and replicated.
     names = tuple(name for name in world.mesh.mesh_dim_names or () if name not in ("tensor", "pipeline"))
-    mesh = world.mesh[names] if shared or pipeline is not None else world.mesh
     parts: list[tuple[nn.Module, list[nn.Module]]] = [(network, [unit for _, unit in network.units()])]
     if pipeline is not None:
         parts = [(stage, list(stage.units)) for stage in pipeline.stages]
@@ -50,7 +49,11 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     offload: OffloadPolicy = OffloadPolicy()
     if settings.speed.param_offload == "cpu":
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": _formats(network, settings)}
+    common: dict[str, Any] = {
+        "mesh": world.mesh[names],
+        "offload_policy": offload,
+        "mp_policy": _formats(network, settings),
+    }
     _shard_experts(network, world, settings, names, common)
     for whole, units in parts:
         # A parameter without dimensions, for example.
@@ -76,14 +79,13 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    kinds = {"shard": True, "tensor": shared, "pipeline": pipeline is not None}
     return ParallelModel(
         forward=network,
         evaluated=pipeline or network,
         device=world.device,
         exchange=exchange,
         taken_every_microbatch=False,
-        shard_groups=[world.mesh.get_group(name) for name, exists in kinds.items() if exists],
+        shard_groups=[world.mesh.get_group(name) for name in world.mesh.mesh_dim_names or () if name != "replicate"],
         counted=[world.rank % world.tensor == 0 or is_divided(p) for p in network.parameters() if p.requires_grad]
         if shared
         else None,

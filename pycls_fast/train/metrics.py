@@ -70,19 +70,16 @@ class TrainMetrics:
         waits[world.data_rank] = waited
         facts = [torch.as_tensor(value, device=self._device).view(1) for value in self._facts.values()]
         values = world.sum(torch.cat([self._sums.to(self._device), waits, *facts])).tolist()
-        means = {
-            name: value / world.data_size / max(values[3] / world.data_size, 1)
-            for name, value in zip(self._facts, values[5 + world.data_size :], strict=True)
-        }
+        # Sums over the ranks, steps included. The norm is the same on every rank; the loss is not.
+        loss, norms, finite, steps, reports = values[:5]
+        means = {name: value / steps for name, value in zip(self._facts, values[5 + world.data_size :], strict=True)}
         self._sums.zero_()
         self._facts.clear()
-        # The norm is the same on every rank; the loss is not.
-        loss, norms, finite, steps, reports = (value / world.data_size for value in values[:5])
         return {
             "loss": loss / max(steps, 1),
             "grad_norm": norms / finite if finite else float("nan"),
-            "skipped_steps": round(steps - finite),
-            "damaged": round(reports * world.data_size),
+            "skipped_steps": round((steps - finite) / world.data_size),
+            "damaged": round(reports),
             "waited": max(values[5 : 5 + world.data_size]),
             "facts": means,
         }
@@ -111,8 +108,8 @@ class Clock:
     def read(self, waited: float) -> dict[str, float]:
         """Rates of the interval, in which the slowest rank `waited` for data, once the device has finished; starts
         anew."""
-        seconds = max(time.perf_counter() - self.started, 1e-9)
-        step_seconds, rate = seconds / max(self.steps, 1), self.images / seconds
+        seconds = time.perf_counter() - self.started
+        step_seconds, rate = seconds / self.steps, self.images / seconds
         self.intervals.append((step_seconds, rate))
         rates = {"images_per_second": rate, "step_seconds": step_seconds, "data_wait_fraction": waited / seconds}
         self.start()

@@ -79,11 +79,6 @@ class Run(Parts):
         """Whether the folder already held the last step: then its settings and records stay as they are."""
         return self.saved_step is not None and self.start_step >= self.total_steps
 
-    @property
-    def fits_head(self) -> bool:
-        """The same; a checkpoint has one."""
-        return super().fits_head and self.saved_step is None
-
     def settings(self) -> dict[str, Any]:
         """The values of `config.yaml`: the configuration with the switches that are used and the run's folder."""
         values = {**self.config.model_dump(mode="json"), "run_dir": str(self.folder.path)}

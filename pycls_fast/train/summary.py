@@ -43,11 +43,10 @@ def summarise(
         run.folder.write_json("summary.json", values)
         if stopped is None:
             observers.summarise(values)
-    final, best, metric = values["final"], values["best"], run.config.schedule.best_metric
-    if final is not None and best is not None and stopped is None:
-        run.display.note(
-            f"done: {scores_text(final)}  (best, by {metric}: {scores_text(best)} at epoch {epochs(best['epoch'])})"
-        )
+    best, metric = values["best"], run.config.schedule.best_metric
+    if best is not None and stopped is None:
+        of_best = f"best, by {metric}: {scores_text(best)} at epoch {epochs(best['epoch'])}"
+        run.display.note(f"done: {scores_text(values['final'])}  ({of_best})")
     if values["damaged_images"]:
         run.display.note(f"{values['damaged_images']:,} damaged images were skipped; {run.folder.metrics} names them")
     run.display.note(f"run folder: {run.folder.path}")
