@@ -348,3 +348,4 @@ class TimmConfig(Saved):
     tag: str | None = None
     num_classes: int | None = None
     label_names: list[str] | None = None
+    model_args: dict[str, Any] | None = None

@@ -91,10 +91,12 @@ _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h
 _DISTILLED = {"deit_tiny": "deit_ti16", "deit_small": "deit_s16", "deit_base": "deit_b16"}
 
 
-def _of_timm(name: str) -> dict[str, Any]:
+def _of_timm(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """timm's model; of those with two classifiers, which `TimmNetwork` refuses, our own."""
     preset = _DISTILLED.get(name.partition("_distilled_patch16_")[0])
-    return {**MODELS[preset], "distillation_token": True} if preset else {"kind": "timm", "name": name}
+    if preset:
+        return {**MODELS[preset], "distillation_token": True}
+    return {"kind": "timm", "name": name, "options": dict(options or {})}
 
 
 def _of_file(file: str) -> dict[str, Any] | None:
@@ -141,8 +143,14 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
         found = dict(preset)
     elif weights and (saved := saved_at(path, around=False)) is not None:
         found, size = {**saved.values["model"], "num_classes": None}, saved.values["data"]["image_size"]
-    elif path.is_file():
-        found = _of_file(path.name)
+    elif weights:
+        from pycls_fast.models import pretrained
+
+        about = pretrained.described(weights)
+        if about is not None and about.architecture:
+            found = _of_timm(about.architecture, about.options)
+        elif path.is_file():
+            found = _of_file(path.name)
     if found is None:
         if is_missing:
             refuse([f"weights: there are none at {weights}; give {SOURCES}"])

@@ -154,7 +154,7 @@ class ResNetModel(Model, name="resnet"):
 
 
 # Options of timm's models that our settings replace; no option may name a file or an address.
-_INSTEAD_OF_TIMM_OPTIONS = {
+INSTEAD_OF_TIMM_OPTIONS = {
     "num_classes": "the classes of the data, or model.num_classes, decide it",
     "in_chans": "images are read as RGB, so it is 3",
     "drop_path_rate": "model.drop_path sets it",
@@ -174,8 +174,8 @@ class TimmModel(Model, name="timm"):
     @field_validator("options")
     @classmethod
     def _are_of_the_model(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value.keys() & _INSTEAD_OF_TIMM_OPTIONS.keys():
-            raise ValueError(f"{name}: {_INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})")
+        for name in value.keys() & INSTEAD_OF_TIMM_OPTIONS.keys():
+            raise ValueError(f"{name}: {INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})")
         return value
 
     switches = ("attention",)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pycls_fast import build
 from pycls_fast.config import load_config
+from pycls_fast.config.keys import text_override
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, one_of, refusing
@@ -62,6 +63,9 @@ def load_weights(
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
     weights = open_weights(source, world)
+    about = _described(weights)
+    if weights.classes is None and about is not None and about.label_names:
+        weights = replace(weights, classes=about.label_names)
     # A repository's name says more than the place of its copy on this machine.
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else weights.path)
     state = network.state_dict() if into is None else into.state_dict()
@@ -79,7 +83,9 @@ def load_weights(
             weights.fill(state)
         fitted = pretrained.Fitted(name, pretrained.OURS, weights.kind, loaded=list(weights.specs))
     else:
-        fitted = _read_to_fit(weights, name, network, classes, image_size, allow=allow, for_training=for_training)
+        fitted = _read_to_fit(
+            weights, about, name, network, classes, image_size, allow=allow, for_training=for_training
+        )
         weights = replace(weights, kind="ema") if "ema" in fitted.part else weights
         for key, tensor in fitted.tensors.items():
             assign(state[key], tensor)
@@ -122,13 +128,13 @@ def open_trained(source: str | Path, *, kind: str = "auto") -> Weights:
     weights = open_weights(source, kind=kind)
     if weights.config is not None:
         return weights
-    # A file that takes the place of a hub's weights is told by their name.
-    about = pretrained.description_of(source if pretrained.is_hub(str(source)) else weights.path)
+    about = weights.description()
     if about is None or not about.classes:
         weights.require_model()
     assert about is not None
     one_of("which", kind, ("auto", weights.kind), more=f" for {source}")
-    given = [f"weights={about.weights}", "data.normalization=configured"]
+    named = about.weights if weights.hub else str(source)
+    given = [text_override("weights", named), "data.normalization=configured"]
     config = build.with_preprocessing(load_config("finetune", given, needs_data=False), about)
     # Do not advance the caller's generator.
     with torch.random.fork_rng(devices=[]):
@@ -169,20 +175,21 @@ def trained_size(weights: Weights) -> Size | None:
     """The size of the images that weights are for, if they say it."""
     if weights.config is not None:
         return Size.of(weights.config["data"]["image_size"])
-    about = _described(weights.path)
+    about = _described(weights)
     return None if about is None else about.trained_size
 
 
-def _described(found: Path | str) -> pretrained.Description | None:
+def _described(weights: Weights) -> pretrained.Description | None:
     """What a description says about the weights; None if it is damaged, which only matters to those who need it."""
     try:
-        return pretrained.description_of(found, for_scoring=False)
+        return weights.description(for_scoring=False)
     except UserError:
         return None
 
 
 def _read_to_fit(
     weights: Weights,
+    about: pretrained.Description | None,
     name: str,
     network: Network,
     classes: tuple[str, ...],
@@ -203,7 +210,7 @@ def _read_to_fit(
         tensors = weights.read()
         read = pretrained.ReadWeights(name, pretrained.OURS, tensors, part=weights.kind, plain=tensors)
     else:
-        read = replace(pretrained.read_weights(str(found)), source=name)
+        read = replace(pretrained.read_weights(str(found), about), source=name)
     if weights.config is not None and "classifier" in weights.config["model"]:
         norm = _classifier_norm(weights.config["model"]) or "before_pool"
         read = replace(read, traits=replace(read.traits, classifier_norm=norm))
@@ -212,7 +219,7 @@ def _read_to_fit(
         fitted = pretrained.fit(read, network, allow=allow, image_size=image_size, other_classes=other_classes)
     except pretrained.Mismatch as error:
         of_another = [] if weights.config is None else [_OF_ANOTHER.format(name)]
-        raise UserError(*of_another, *_mismatch_lines(error, network, found, name)) from error
+        raise UserError(*of_another, *_mismatch_lines(error, network, about, name)) from error
     if fitted.fresh and not for_training:
         fresh, reason = next(iter(fitted.fresh.items()))
         raise UserError(
@@ -222,12 +229,11 @@ def _read_to_fit(
     return fitted
 
 
-def _mismatch_lines(error: pretrained.Mismatch, network: Network, found: Path | str, source: str) -> Sequence[str]:
+def _mismatch_lines(
+    error: pretrained.Mismatch, network: Network, about: pretrained.Description | None, source: str
+) -> Sequence[str]:
     """The lines of a mismatch, and timm's model that the weights belong to, if they say it and it is another."""
-    about = _described(found)
-    if about is None or not about.weights.startswith("timm:"):
-        return error.lines
-    name = _without_tag(about.weights.removeprefix("timm:"))
+    name = "" if about is None else about.architecture
     if not name or (isinstance(network, TimmNetwork) and _without_tag(network.name) == name):
         return error.lines
     use = f"use model=timm model.name={name}"

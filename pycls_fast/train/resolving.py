@@ -151,7 +151,7 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
         return _of_config(weights.config)
     if str(weights.path).endswith(".npz"):
         return _JAX
-    about = pretrained.description_of(weights.path, model=model, for_scoring=False)
+    about = weights.description(model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 

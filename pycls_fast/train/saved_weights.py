@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,10 +54,16 @@ class Weights:
     """Identifies the training images of that run (`Images.names_id`); None if the file does not say."""
     run: Predict | None = None
     """What computes the logits, of a file that holds no tensors but a program."""
+    hub: str = ""
+    """The name of timm's or torchvision's weights, for which a file may stand."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.path} ({self.kind} weights{step})"
+
+    def description(self, *, model: str | None = None, for_scoring: bool = True) -> pretrained.Description | None:
+        """What their publisher says of them; see `description_of`."""
+        return pretrained.description_of(self.hub or self.path, model=model, for_scoring=for_scoring)
 
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Their configuration and class names; a `UserError` if the file lacks one of them."""
@@ -113,7 +119,7 @@ def open_weights(source: str | Path, world: World = ALONE, *, kind: str = "auto"
     Raises:
         UserError: there are no such weights, or none of this kind.
     """
-    path = find_weights(source)
+    path, hub = find_weights(source), str(source) if pretrained.is_hub(str(source)) else ""
     if isinstance(path, Path) and path.suffix in PROGRAMS:
         if programs and path.suffix in EXPORTED:
             run, texts = open_exported(path)
@@ -123,9 +129,9 @@ def open_weights(source: str | Path, world: World = ALONE, *, kind: str = "auto"
         what = "only test runs" if path.suffix in EXPORTED else "may run code"
         raise UserError(f"weights: {path} is a program, which {what}; give the weights that it was made of")
     if isinstance(path, Path) and path.suffix == ".safetensors":
-        return _from_safetensors(path, kind)
+        return replace(_from_safetensors(path, kind), hub=hub)
     if isinstance(path, str) or path.is_file():
-        return Weights(path)
+        return Weights(path, hub=hub)
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
     kinds = ("ema", "model") if saved.part("ema") else ("model",)
     one_of("which", kind, ("auto", *kinds), more=f" for {path}")

@@ -685,7 +685,7 @@ def test_files_that_cannot_be_read() -> None:
 
 
 def test_hubs_are_asked_by_name_again_after_a_network_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, asked, hosts = small_timm(), list[tuple[str, bool, bool]](), list[str]()
+    theirs, asked, hosts = small_timm(), list[tuple[str, bool, bool]](), list[tuple[str, int]]()
 
     def create(name: str, *, pretrained: bool) -> nn.Module:
         asked.append((name, pretrained, constants.HF_HUB_OFFLINE))
@@ -694,7 +694,7 @@ def test_hubs_are_asked_by_name_again_after_a_network_was_missing(monkeypatch: p
         return theirs
 
     def connect(address: tuple[str, int], timeout: float) -> socket.socket:
-        hosts.append(address[0])
+        hosts.append(address)
         if len(hosts) == 1:
             raise TimeoutError("no route to host")
         return socket.socket()
@@ -709,7 +709,11 @@ def test_hubs_are_asked_by_name_again_after_a_network_was_missing(monkeypatch: p
     assert asked == [(name, True, True), (name, True, False)]
     assert_same(ours, theirs)
     assert read.pinned("torchvision:resnet50") == "torchvision:resnet50"
-    assert hosts == ["huggingface.co", "huggingface.co", "download.pytorch.org"]
+    assert hosts == [("huggingface.co", 443), ("huggingface.co", 443), ("download.pytorch.org", 443)]
+    # A mirror.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:8765")
+    load(ours, f"timm:{name}")
+    assert hosts[-1] == ("localhost", 8765)
 
 
 def test_a_hub_that_drops_packets_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pycls_fast.models.pretrained.names import to_resnet as to_resnet
 from pycls_fast.models.pretrained.names import to_timm_vit as to_timm_vit
 from pycls_fast.models.pretrained.read import HUGGING_FACE as HUGGING_FACE
 from pycls_fast.models.pretrained.read import ReadWeights as ReadWeights
+from pycls_fast.models.pretrained.read import described as described
 from pycls_fast.models.pretrained.read import download as download
 from pycls_fast.models.pretrained.read import is_hub as is_hub
 from pycls_fast.models.pretrained.read import local_file as local_file

@@ -115,7 +115,7 @@ def fit(
             "hf:timm/NAME)"
         )
     if read.traits.unlike and not isinstance(network, TimmNetwork):
-        raise other_model(read.traits.unlike, read.source)
+        raise other_model(read.traits.unlike, read.traits, read.source)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     fitted = Fitted(read.source, read.layout, read.part)
     tensors, unknown = _in_names_of(network, read, shapes, fitted, image_size)
@@ -143,7 +143,7 @@ def _check_layers(network: TimmNetwork, read: ReadWeights, fitted: Fitted) -> No
     """
     import timm
 
-    name, ours = read.source.removeprefix("timm:").partition(".")[0], layers_of(network.network)
+    name, ours = read.traits.model, layers_of(network.network)
     is_timms = timm.models.model_entrypoint(network.name).__module__.startswith("timm.")
     theirs = read.traits.layers if is_timms and name != network.name.partition(".")[0] else {}
     resampled = {name.removeprefix("network.").removesuffix(".weight") for name in fitted.adapted}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pycls_fast.errors import UserError, first_few, first_line, refusing
-from pycls_fast.files import user_path
+from pycls_fast.files import user_path, weights_at
 from pycls_fast.models.pretrained.names import (
     JAX_VIT,
     OTHER,
@@ -33,14 +33,22 @@ from pycls_fast.models.pretrained.names import (
     read_names,
     resnet_shortcut,
 )
-from pycls_fast.models.pretrained.traits import Traits, pycls_traits, timm_traits, timm_weights, torchvision_weights
+from pycls_fast.models.pretrained.traits import (
+    Description,
+    Traits,
+    description_of,
+    pycls_traits,
+    timm_traits,
+    timm_weights,
+    torchvision_weights,
+)
 from pycls_fast.reading import check_unpacked, open_file, read_npz
 
 Fetched = TypeVar("Fetched")
 
 _HUBS = ("timm:", "torchvision:")
 _REACH_SECONDS = 3.0
-_TORCHVISION_HOST = "download.pytorch.org"
+_TORCHVISION = "https://download.pytorch.org"
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face repository begins with."""
 
@@ -82,6 +90,15 @@ def pinned(source: str) -> str:
     return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
 
 
+def described(source: str) -> Description | None:
+    """What the `config.json` of a Hugging Face repository, which alone is downloaded, or beside a file says, or the
+    file's name; see `description_of`."""
+    if source.startswith(HUGGING_FACE):
+        return description_of(_snapshot(source, "config.json") / "model.safetensors", for_scoring=False)
+    path = weights_at(user_path(source))
+    return None if path is None else description_of(path, for_scoring=False)
+
+
 def _snapshot(source: str, *files: str) -> Path:
     """The folder of the cache for the commit; it holds those of `files` that the repository has."""
     from huggingface_hub import snapshot_download
@@ -100,7 +117,7 @@ def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
 
         timm_weights(name)
         model = _downloaded(source, lambda: timm.create_model(name, pretrained=True))
-        return model.state_dict(), timm_traits(model)
+        return model.state_dict(), timm_traits(name.partition(".")[0], model)
     import torchvision
 
     architecture, weights = torchvision_weights(name)
@@ -118,12 +135,14 @@ def _reachable(source: str) -> bool:
 
     if constants.HF_HUB_OFFLINE or "https" in getproxies():
         return not constants.HF_HUB_OFFLINE
-    host = _TORCHVISION_HOST if source.startswith("torchvision:") else urlsplit(constants.ENDPOINT).hostname or ""
+    # A mirror (HF_ENDPOINT) may have a port of its own.
+    address = urlsplit(_TORCHVISION if source.startswith("torchvision:") else constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
     answered = Event()
 
     def ask() -> None:
         with suppress(OSError):
-            socket.create_connection((host, 443), timeout=_REACH_SECONDS).close()
+            socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
             answered.set()
 
     # In a thread: the timeout holds for each of the host's addresses, and there is none for looking them up.
@@ -136,8 +155,11 @@ def _reachable(source: str) -> bool:
 def _downloaded(source: str, fetch: Callable[[], Fetched]) -> Fetched:
     from huggingface_hub import constants
 
-    file = f"{source.partition(':')[2]}.safetensors"
-    way_out = f"without a network, put the file into this folder as {file}, or give its path"
+    way_out = (
+        f"without a network, put the file into this folder as {source.partition(':')[2]}.safetensors, or give its path"
+    )
+    if source.startswith(HUGGING_FACE):
+        way_out = "without a network, put its model.safetensors and config.json into a folder, and give that"
     before = constants.HF_HUB_OFFLINE
     # Hubs and their libraries raise dozens of kinds of errors.
     with refusing(f"weights: {source} could not be downloaded", Exception, use=way_out):
@@ -176,13 +198,14 @@ class ReadWeights:
     plain: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def read_weights(source: str) -> ReadWeights:
+def read_weights(source: str, about: Description | None = None) -> ReadWeights:
     """Weights in our names, from a file or a hub.
 
     Args:
         source: `timm:NAME` or `torchvision:NAME` (`resnet50.IMAGENET1K_V2`, or without the part after the dot for the
             default weights), which are downloaded once; or a file: `.safetensors`, `.npz` (Google's ViT), `.pth`,
             `.pyth`, `.pt`, `.bin` (torch's).
+        about: what is said of a file.
 
     Raises:
         UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
@@ -209,7 +232,7 @@ def read_weights(source: str) -> ReadWeights:
             f"weights: {path} is no file of only tensors and plain values, which alone are read because others could "
             f"run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
         ) from error
-    return _in_our_names(read)
+    return _in_our_names(read if about is None else replace(read, traits=about.traits))
 
 
 def _in_our_names(read: ReadWeights) -> ReadWeights:

@@ -11,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from pycls_fast.errors import UserError, did_you_mean, refuse, refusing
 from pycls_fast.files import user_path
+from pycls_fast.models.choices import INSTEAD_OF_TIMM_OPTIONS
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.reading import TimmConfig, check, read_json
@@ -31,6 +33,7 @@ class Traits:
         bgr: its first layer takes the channels in the order blue, green, red.
         unlike: what that model does and ours cannot, as a phrase after "a model that".
         pools_unlike: the same for its pooling.
+        model: timm's name of it.
         layers: what each of timm's layers computes besides its tensors, see `layers_of`.
     """
 
@@ -42,6 +45,7 @@ class Traits:
     bgr: bool = False
     unlike: str = ""
     pools_unlike: str = ""
+    model: str = ""
     layers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -56,12 +60,13 @@ def layers_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def timm_traits(model: Any) -> Traits:
+def timm_traits(name: str, model: Any) -> Traits:
+    known = Traits(model=name, layers=layers_of(model))
     if any(path.endswith(".aa") and not isinstance(module, nn.Identity) for path, module in model.named_modules()):
-        return Traits(unlike="smooths maps before it makes them smaller", layers=layers_of(model))
+        return replace(known, unlike="smooths maps before it makes them smaller")
     block: Any = next(iter(getattr(model, "blocks", ())), None)
     if not hasattr(block, "attn"):
-        return Traits(layers=layers_of(model))
+        return known
     unlike = ""
     # GELU by tanh counts as GELU, as timm itself treats Google's models, which were trained with it: the two differ by
     # 5e-4 at most.
@@ -76,13 +81,13 @@ def timm_traits(model: Any) -> Traits:
     pools_unlike = "" if not pool or pool in _CLASSIFIERS else f"pools by {pool}"
     if getattr(model, "pool_include_prefix", False) and model.num_prefix_tokens:
         pools_unlike = "pools over class token and registers, too"
-    return Traits(
+    return replace(
+        known,
         heads=getattr(block.attn, "num_heads", None),
         norm_eps=getattr(getattr(block, "norm1", None), "eps", None),
         classifier=_CLASSIFIERS.get(pool),
         unlike=unlike,
         pools_unlike=pools_unlike,
-        layers=layers_of(model),
     )
 
 
@@ -121,7 +126,7 @@ def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head
         found.append(("shortcut", traits.shortcut, network.shortcut))
     elif isinstance(network, VisionTransformer):
         if traits.pools_unlike and with_head:
-            raise other_model(traits.pools_unlike, source)
+            raise other_model(traits.pools_unlike, traits, source)
         block: Any = network.blocks[0]
         found += [("heads", traits.heads, block.attention.heads), ("norm_eps", traits.norm_eps, network.norm.eps)]
         if with_head:
@@ -138,11 +143,9 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def other_model(unlike: str, source: str) -> UserError:
-    if source.startswith("timm:"):
-        way_out = f"use model=timm model.name={source.removeprefix('timm:')}"
-    else:
-        way_out = "no model here does; choose other weights"
+def other_model(unlike: str, traits: Traits, source: str) -> UserError:
+    timms = f"use model=timm model.name={traits.model}"
+    way_out = timms if traits.model else "no model here does; choose other weights"
     return UserError(f"weights: {source} is of a model that {unlike}, and the model does not; {way_out}")
 
 
@@ -156,11 +159,14 @@ class Description:
         image_size: that of the crop.
         trained_size: the image size in training (for torchvision's weights, in testing); None if it is not known.
         classes: the names of the outputs; empty for weights without a head, or of classes that nobody names.
+        label_names: the same, if they are not ImageNet's, which folders of images rarely have.
         crop_ratio: the crop's size as a share of the size to which images are resized, as `crop` says.
         interpolation: the filter that resizes images.
         mean, std: per channel, as fractions of 255.
         crop: "center", "squash" or "border" (timm's `crop_mode`); see `data.transforms.EvalTransform`.
         unknown: the part that is not supported here, in words; empty if everything is.
+        architecture: timm's name of the model; empty for torchvision's.
+        options: its arguments, without those that our settings replace.
     """
 
     weights: str
@@ -173,6 +179,20 @@ class Description:
     unknown: str = ""
     trained_size: Size | None = None
     classes: tuple[str, ...] = ()
+    label_names: tuple[str, ...] = ()
+    architecture: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> Traits:
+        """Those of timm's model; none of one that timm does not have."""
+        import timm
+
+        if not timm.is_model(self.architecture):
+            return Traits()
+        what = f"weights: {self.weights}: timm {timm.__version__} cannot build it with {self.options}"
+        with refusing(what, Exception), torch.device("meta"):
+            return timm_traits(self.architecture, timm.create_model(self.architecture, **self.options))
 
 
 def description_of(source: str | Path, *, model: str | None = None, for_scoring: bool = True) -> Description | None:
@@ -216,7 +236,7 @@ def _beside(path: Path) -> Description | None:
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
         if not isinstance(kept, dict) or not kept:
             return None
-        kept = kept | {key: config[key] for key in ("num_classes", "label_names") if key in config}
+        kept = kept | {key: config[key] for key in ("num_classes", "label_names", "model_args") if key in config}
         check(TimmConfig, kept)
         return _of_timm(kept, str(config.get("architecture", "")))
 
@@ -257,7 +277,7 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
         unknown = (
             f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
         )
-    trained = kept.get("input_size")
+    trained, names = kept.get("input_size"), tuple(kept.get("label_names") or ())
     return Description(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=size,
@@ -269,7 +289,14 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
         crop=crop,
         unknown=unknown,
         trained_size=Size(*map(int, trained[-2:])) if trained else None,
-        classes=tuple(kept.get("label_names") or _imagenet_classes(kept.get("num_classes"))),
+        classes=names or _imagenet_classes(kept.get("num_classes")),
+        label_names=names,
+        architecture=architecture,
+        options={
+            key: value
+            for key, value in (kept.get("model_args") or {}).items()
+            if key not in (*INSTEAD_OF_TIMM_OPTIONS, "img_size") and value is not None
+        },
     )
 
 

@@ -153,7 +153,7 @@ def set_up(
         weights = open_weights(config.weights, world, programs=programs)
         # Those of a run have the preprocessing in their configuration.
         name = timm_name(config) if weights.config is None else None
-        about = pretrained.description_of(weights.path, model=name) if preprocessing == "weights" else None
+        about = weights.description(model=name) if preprocessing == "weights" else None
         if about is not None:
             config = build.with_preprocessing(config, about, kept=typed)
             if config != build.with_preprocessing(config, about):
@@ -283,7 +283,7 @@ def _published(setup: Setup, split: str, top1: float) -> dict[str, Any]:
     """
     path = setup.weights.path
     # A file that does not say whose it is gets its model's preprocessing, but not the number of timm's weights.
-    about = None if setup.preprocessing is None else pretrained.description_of(path)
+    about = None if setup.preprocessing is None else setup.weights.description()
     experiment = published.EXPERIMENTS.get(setup.config.config_name)
     name = None if about is None else about.weights
     if about is None and experiment is not None and isinstance(path, Path) and experiment.weights == path.name:

@@ -145,7 +145,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
         (["data=tar", "data.train=a.tar"], "finetune"),
         (["data={root: /not/here}"], "finetune"),
         (["+weights=timm:resnet18.a1_in1k"], "finetune"),
-        (["weights=timm:resnet18.a1_in1k,hf:me/mine", "--multirun"], "finetune"),
+        (["weights=timm:resnet18.a1_in1k,torchvision:resnet50", "--multirun"], "finetune"),
         (["--config-name", "resnet_digits", "weights=run", "data.root=."], "resnet_digits"),
     ],
 )

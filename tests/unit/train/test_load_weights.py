@@ -15,10 +15,12 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import pycls_fast
 from pycls_fast import build
+from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.models.export_formats import timm_form
@@ -27,6 +29,7 @@ from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
+from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.saved_weights import find_weights
@@ -248,6 +251,40 @@ def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytes
         find_weights("hf:me/nothing")
     with pytest.raises(UserError, match="does not say which model and classes"):
         pycls_fast.load("hf:me/cats")
+
+
+def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: str(tmp_path))
+    options = {"patch_size": 4, "depth": 1, "global_pool": "avg", "class_token": False}
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=2, **options).eval()
+    theirs.pretrained_cfg |= {"tag": "mine", "crop_pct": 1.0}
+    nn.init.normal_(theirs.head.weight)
+    save_for_hf(theirs, tmp_path, model_config={"label_names": ["cat", "dog"]}, safe_serialization=True)
+    image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    batch_BCHW = (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+    for source in ("hf:me/cats", str(tmp_path)):
+        config = load_config("finetune", [f"weights={source}", "data.image_size=16"], needs_data=False)
+        assert config.model.own().items() >= {"name": "vit_tiny_patch16_224"}.items()
+        assert config.model.own()["options"].items() >= options.items()
+        with torch.no_grad():
+            assert torch.allclose(pycls_fast.load(source).logits([image]), theirs(batch_BCHW), atol=1e-5)
+        fitted = [
+            load_weights(build.model(config, 2, Speed()), source, classes=classes)[1]
+            for classes in (("cat", "dog"), ("dog", "cat"))
+        ]
+        assert [list(each.fresh) for each in fitted] == [[], ["network.head.weight", "network.head.bias"]]
+
+
+def test_a_file_in_place_of_timms_weights_is_known_by_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers are those of efficientnet_lite0, but for their padding and epsilon."""
+    monkeypatch.chdir(tmp_path)
+    save_file(timm.create_model("tf_efficientnet_lite0").state_dict(), "tf_efficientnet_lite0.safetensors")
+    ours = TimmNetwork(name="efficientnet_lite0", num_classes=2, image_size=32)
+    with pytest.raises(UserError, match=r"computes conv_stem otherwise than .*model\.name=tf_efficientnet_lite0"):
+        load_weights(ours, "timm:tf_efficientnet_lite0", classes=("cat", "dog"))
+    assert statistics("timm:tf_efficientnet_lite0") == HALF
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
