@@ -35,8 +35,7 @@ Stamp = Mapping[str, Any]
 
 def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], about: Any) -> None:
     """Write arrays and a description, which is JSON, as one `.npz`; it appears whole or not at all."""
-    text = json.dumps(about, ensure_ascii=False).encode("utf-8", "surrogateescape")
-    entries: dict[str, Any] = {"about": np.frombuffer(text, np.uint8), **arrays}
+    entries: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays}
     entries["checksum"] = _checksum(entries)
     with atomic_write(file) as draft, draft.open("wb") as written:
         np.savez(written, **entries)
@@ -61,7 +60,7 @@ def read_arrays(file: Path) -> tuple[dict[str, np.ndarray], Any]:
     # Arrays that do not fit each other would be found out image by image; the archive's checksums are of each alone.
     if "about" not in arrays or not np.array_equal(arrays.pop("checksum", None), _checksum(arrays)):
         raise ValueError(f"{file} is damaged")
-    return arrays, parse_json(arrays.pop("about").tobytes().decode("utf-8", "surrogateescape"))
+    return arrays, parse_json(arrays.pop("about").tobytes())
 
 
 @dataclass(frozen=True)
