@@ -121,9 +121,6 @@ class GivenImages(Images):
     def _ends(self) -> Counter[str]:
         return Counter(Path(self.name(index)).name for index in range(len(self)))
 
-    def describe(self) -> str:
-        return f"{len(self):,} images"
-
 
 def _fetched(address: str) -> bytes:
     """The contents of an address, which is an image that cannot be read if they cannot be fetched."""
