@@ -53,6 +53,14 @@ def test_same_draws_as_torchvision(interpolation: Any, size: tuple[int, int]) ->
         np.testing.assert_array_equal(ours(PillowPicture(image), seed).image_HWC, expected)
 
 
+def test_quarter_turns_are_pillows_each_as_often() -> None:
+    image, transform = photo(24, 24), TrainTransform(Augment(crop="none", hflip=0, quarter_turns=True), image_size=24)
+    turns = [np.asarray(image.rotate(angle)) for angle in (0, 90, 180, 270)]
+    found = [transform(PillowPicture(image), seed).image_HWC for seed in range(200)]
+    assert min(sum(np.array_equal(each, turn) for each in found) for turn in turns) > 25
+    assert sum(np.array_equal(each, turn) for each in found for turn in turns) == 200
+
+
 def test_erase_boxes_are_those_of_torchvision() -> None:
     transform = TrainTransform(Augment(crop="none", hflip=0.0, erase_probability=0.25), image_size=32)
     assert transform.erases
