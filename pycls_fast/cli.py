@@ -44,6 +44,8 @@ def main(verb: str | None = None) -> NoReturn:
         from pycls_fast.config.help import shell_completion
 
         raise SystemExit(reporting(lambda: shell_completion(sys.argv[2:], VERBS, find_verb, verb)))
+    if verb is None and sys.argv[1:2] in ([], ["--help"], ["-h"]):
+        raise SystemExit(reporting(_print_verbs))
     if verb is None:
         verb = _first_word()
         del sys.argv[1]
@@ -61,16 +63,18 @@ def find_verb(name: str) -> "type[Verb]":
 
 
 def _first_word() -> str:
-    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    word = sys.argv[1]
     if word in VERBS:
         return word
-    if word in ("--help", "-h"):
-        print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
-        for each in VERBS:
-            chosen = find_verb(each)
-            print(f"{each:9} {(chosen.__doc__ or '').partition(':')[0]}\n          $ {chosen.example}")
-        print('\npycls-fast VERB --help says more; eval "$(pycls-fast -sc install=bash)" makes Tab complete words.')
-        raise SystemExit(DONE)
     way_out = did_you_mean(word, VERBS) or f"; the verbs are {', '.join(VERBS)}"
     print(f"error: {word}: no such verb{way_out}", file=sys.stderr)
     raise SystemExit(MISTAKE)
+
+
+def _print_verbs() -> int:
+    print("pycls-fast VERB [--config-name EXPERIMENT] [key=value ...]\n")
+    for each in VERBS:
+        chosen = find_verb(each)
+        print(f"{each:9} {(chosen.__doc__ or '').partition(':')[0]}\n          $ {chosen.example}")
+    print('\npycls-fast VERB --help says more; eval "$(pycls-fast -sc install=bash)" makes Tab complete words.')
+    return DONE

@@ -41,7 +41,7 @@ class TimeVerb(Verb):
 
     Variants are timed in turns and compared with the first, which shows differences far below the machine's own drift:
 
-        pycls-fast time --config-name vit_s16 mode=model data.global_batch_size=8 \
+        pycls-fast time --config-name vit_s16 mode=model batch_size=8 \\
             "compare=[speed=reference,speed=reference speed.attention=sdpa,speed=fast]"
     """
 

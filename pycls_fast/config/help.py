@@ -108,7 +108,7 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
     """Describe a key (`optim.lr`), the keys with this last part (`lr`), a group (`optim`), or one choice (`optim=sgd`);
     a `UserError` if there is none of these."""
     keys = [*_keys(own), *_keys(RunConfig)]
-    word, _, choice = word.partition("=")
+    word, _, choice = ALIASES.get(word, word).partition("=")
     if choice:
         members = FAMILIES[word].choices()
         # The name of sizes stands for their family.

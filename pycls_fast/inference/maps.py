@@ -287,8 +287,9 @@ def _hooked(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
 def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> VisionTransformer:
     if not isinstance(model, VisionTransformer):
         others = " and ResNets" if or_resnet else ""
-        instead = "" if or_resnet else "; a ResNet has features and class"
-        raise UserError(f"kind: {kind} is for vision transformers{others} of this package{instead}")
+        raise UserError(
+            f"kind: {kind} is for vision transformers{others} of this package; class is for convolutional networks"
+        )
     return model
 
 

@@ -79,7 +79,8 @@ def print_table(run: Run) -> None:
     train, val = run.sources["train"], run.sources["val"]
     flops = human(run.complexity.forward_flops, "FLOP")
     ranks = f"{world.size} ranks, " if world.size > 1 else ""
-    threads = "" if world.device.type == "cuda" else f"{torch.get_num_threads()} threads, "
+    cores = torch.get_num_threads()
+    threads = "" if world.device.type == "cuda" else f"{cores} thread{'s' * (cores > 1)}, "
     rows = {
         "model": f"{config.model.called}, {human(run.complexity.parameters)} parameters, {flops} per image",
         "weights": config.weights or "random",

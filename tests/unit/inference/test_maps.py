@@ -183,7 +183,7 @@ def test_principal_components() -> None:
 @pytest.mark.parametrize("compute", [maps.attention_maps, maps.attention_rollout])
 def test_what_a_model_does_not_have(compute: Any) -> None:
     network = ResNet(depth=18, num_classes=4)
-    with pytest.raises(UserError, match="is for vision transformers of this package; a ResNet has features and class"):
+    with pytest.raises(UserError, match="is for vision transformers of this package; class is for convolutional"):
         compute(network, images())
     # CoaT's features are a list.
     coat = TimmNetwork(name="coat_tiny", num_classes=4, image_size=32, options={"embed_dims": (16, 16, 16, 16)})
