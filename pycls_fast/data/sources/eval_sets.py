@@ -27,8 +27,8 @@ class EvalSet:
     """A test set and its scoring rule."""
 
     source: Images
-    rule: str = "best of all classes"
-    """A short description."""
+    rule: str | None = None
+    """A short description; None: the most probable class, as usual."""
     among: np.ndarray | None = None
     """int64, the outputs that count, ascending; None for all."""
     answers_NM: np.ndarray | None = None

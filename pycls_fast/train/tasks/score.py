@@ -189,7 +189,7 @@ def scored_split(setup: Setup, split: str) -> EvalSet:
     source = sources[split]
     if weights.classes is not None:
         source = match_classes(source, weights.classes, where="data.root", of=str(weights.path))
-    return EvalSet(source, "best of all classes" if source.label_sets is None else "best one of several labels")
+    return EvalSet(source, None if source.label_sets is None else "best one of several labels")
 
 
 def _classes(setup: Setup) -> tuple[str, ...]:
