@@ -208,6 +208,10 @@ def _drawn(images: np.ndarray, quota: int, generator: np.random.RandomState) -> 
     return np.concatenate([np.tile(images, rounds), generator.permutation(images)[:rest]])
 
 
+POWERS = {"uniform": 1.0, "square_root": 0.5, "balanced": 0.0}
+"""By `data.sampling`: to which power of its number of images a class counts."""
+
+
 def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order | None]:
     """The name and the order of an epoch's images, by `data.shuffle` and `data.sampling`; None: `epoch_order`.
 
@@ -223,8 +227,7 @@ def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order
                 f"data.sampling: {data.sampling} visits images in any order, which is slow for remote shards; use "
                 "data.shuffle=full to do it nevertheless, or loss.class_weights=auto"
             )
-        power = {"square_root": 0.5, "balanced": 0.0}[data.sampling]
-        return "classes", partial(class_order, labels=source.labels, power=power, repeats=repeats)
+        return "classes", partial(class_order, labels=source.labels, power=POWERS[data.sampling], repeats=repeats)
     ends = source.block_ends
     if data.shuffle == "full" or (data.shuffle == "auto" and not source.prefers_blocks):
         return "full", None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pycls_fast.data.sampling import POWERS
 from pycls_fast.data.sources.base import Subset
 from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
@@ -48,6 +49,7 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
     it fits and at the end.
     """
     step, network, train, world = parts.step, parts.network, parts.sources["train"], scorer.world
+    power = 0.0 if parts.config.loss.class_weights == "auto" else POWERS[parts.config.data.sampling]
     has_bias = network.last_layer().bias is not None
     if len(train) > _MOST_IMAGES:
         train = Subset(train, np.sort(_some(train.labels, parts.config.seed)))
@@ -74,9 +76,9 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
 
         def fit() -> tuple[Tensor, Tensor]:
             outputs = network.last_layer().out_features
-            head = fit_logistic(features_ND, labels_N, outputs, bias=has_bias, check=go_on)
+            head = fit_logistic(features_ND, labels_N, outputs, power=power, bias=has_bias, check=go_on)
             text, scores = _quality(head, features_ND, labels_N, held_out, outputs)
-            report(f"{said}, {text}", images=images, **scores)
+            report(f"{said}{', weighted by class' if power < 1 else ''}, {text}", images=images, **scores)
             if not parts.config.loss.criterion().sigmoid:
                 return head.weight_KD, head.bias_K
             return head.weight_KD, head.bias_K - sigmoid_shift(features_ND @ head.weight_KD.T + head.bias_K)
@@ -155,14 +157,18 @@ def fit_logistic(
     labels_N: Tensor,
     outputs: int,
     *,
+    power: float = 1.0,
     bias: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> Head:
     """Multinomial logistic regression with the penalty that is best on held-out images, on the CPU.
 
-    Classes may be without images; without a `bias`, `bias_K` is zeros. `check` is called before each fit; it may raise.
+    A class counts as its number of images to this `power`, with 0 as all others. Classes may be without images; without
+    a `bias`, `bias_K` is zeros. `check` is called before each fit; it may raise.
     """
     labels = labels_N.numpy()
+    share_N = np.bincount(labels)[labels] ** (power - 1.0)
+    share_N /= share_N.mean()
     mean_D = features_ND.mean(0) if bias else torch.zeros(features_ND.shape[1])
     centred_ND = features_ND - mean_D
     scale = float(centred_ND.std()) or 1.0
@@ -171,18 +177,18 @@ def fit_logistic(
     parts = _parts(labels)
     for fitted, held_out in parts:
         for place, (weight, shift) in enumerate(
-            _path(rotated[fitted], labels[fitted], outputs, bias=bias, check=check)
+            _path(rotated[fitted], labels[fitted], share_N[fitted], outputs, bias=bias, check=check)
         ):
             logits = rotated[held_out] @ weight.T + shift
             logits -= logits.max(1, keepdims=True)
             own = logits[np.arange(len(held_out)), labels[held_out]]
-            right[place] += (logits.argmax(1) == labels[held_out]).sum() / len(labels)
-            loss[place] += (np.log(np.exp(logits).sum(1)) - own).sum()
+            right[place] += share_N[held_out] @ (logits.argmax(1) == labels[held_out]) / len(labels)
+            loss[place] += share_N[held_out] @ (np.log(np.exp(logits).sum(1)) - own)
     best = min(range(len(PENALTIES)), key=lambda place: (-right[place], loss[place]))
-    *_, (weight, shift) = _path(rotated, labels, outputs, PENALTIES[: best + 1], bias=bias, check=check)
+    *_, (weight, shift) = _path(rotated, labels, share_N, outputs, PENALTIES[: best + 1], bias=bias, check=check)
     weight_KD = (torch.from_numpy(weight) @ back / scale).float()
     # The share that was held out: all images in folds.
-    tried = sum(len(held_out) for _, held_out in parts) / len(labels)
+    tried = sum(share_N[held_out].sum() for _, held_out in parts) / len(labels)
     accuracy = float(right[best]) / tried if tried else math.nan
     return Head(weight_KD, torch.from_numpy(shift).float() - weight_KD @ mean_D, PENALTIES[best], accuracy)
 
@@ -227,6 +233,7 @@ def _parts(labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 def _path(
     features: np.ndarray,
     labels: np.ndarray,
+    share_N: np.ndarray,
     outputs: int,
     penalties: tuple[float, ...] = PENALTIES,
     *,
@@ -240,7 +247,7 @@ def _path(
     for penalty in penalties:
         check()
         model.C = 1.0 / (penalty * len(labels))
-        model.fit(features, labels)
+        model.fit(features, labels, share_N)
         weight, shift = np.zeros((outputs, features.shape[1])), np.full(outputs, _ABSENT if bias else 0.0)
         if len(model.classes_) == 2:
             # One row for both, the difference.

@@ -206,15 +206,17 @@ def test_it_classifies_what_it_has_not_seen(counts: list[int], bias: bool) -> No
     assert ((others @ weight_KD.T + bias_K).argmax(1) == other_labels).double().mean() > 0.95
 
 
-def test_it_is_the_optimum_of_its_penalty() -> None:
+@pytest.mark.parametrize(("counts", "power"), [([12, 9, 10], 1.0), ([24, 4, 9], 0.0), ([24, 4, 9], 0.5)])
+def test_it_is_the_optimum_of_its_penalty(counts: list[int], power: float) -> None:
     """The gradient of the penalised loss is nearly zero, in float64. With fewer images than features: another basis."""
-    features, labels = clusters([12, 9, 10], 64, 2.0)
-    head = fit_logistic(features, labels, 3)
+    features, labels = clusters(counts, 64, 2.0)
+    head = fit_logistic(features, labels, 3, power=power)
     centred = (features - features.mean(0)).double()
     scale = centred.float().std().double()
     weight = (head.weight_KD.double() * scale).requires_grad_(True)
     bias = (head.bias_K.double() + head.weight_KD.double() @ features.mean(0).double()).requires_grad_(True)
-    loss = torch.nn.functional.cross_entropy((centred / scale) @ weight.T + bias, labels)
+    weight_K = torch.tensor(counts).double() ** (power - 1.0)
+    loss = torch.nn.functional.cross_entropy((centred / scale) @ weight.T + bias, labels, weight_K)
     loss = loss + head.penalty / 2 * weight.square().sum()
     for gradient in torch.autograd.grad(loss, (weight, bias)):
         assert gradient.abs().max() < 2e-3
