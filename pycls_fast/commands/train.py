@@ -86,7 +86,7 @@ class PrepareVerb(Verb, default="resnet50", words=("mode",)):
             packed = pack(source, root / name, settings, workers=workers, title=f"pack {name}")
             for image, reason in packed.about["damaged"]:
                 _tell(f"warning: {image}: {reason}; left out")
-            print(f"{root / name}: {len(packed):,} images, {packed.size / 2**30:.2f} GiB ({settings.describe()})")
+            print(f"{root / name}: {len(packed):,} images, {packed.size / 1e6:,.1f} MB ({settings.describe()})")
             if not is_new:
                 print(f"{root / name}: packed before, nothing done; remove it to pack again")
         data = config.data

@@ -139,8 +139,8 @@ class RunConfig(Section):
     needs_weights: bool = False
     """Training does not start without weights: the recipe is for fine-tuning."""
     imports: ModuleNames = ()
-    """Python modules of your own (docs/extend.md) that are imported before anything is built, from the current folder or
-    where Python looks. They are code: what a run has saved here is imported only if it is typed again."""
+    """Python modules of your own (docs/extend.md) that are imported before anything is built, from the current folder
+    or where Python looks. They are code: what a run has saved here is imported only if it is typed again."""
     model: Model
     data: Source = Auto()
     augment: Augment = Augment()

@@ -130,7 +130,7 @@ class PackedImages(Images):
 
     def describe(self) -> str:
         what = f"{len(self):,} packed images of {len(self.classes):,} classes"
-        return f"{what} ({self.about['how']}, {self.size / 2**30:.2f} GiB) in {self.folder}"
+        return f"{what} ({self.about['how']}, {self.size / 1e6:,.1f} MB) in {self.folder}"
 
 
 def open_packed(root: str | Path, convert: Conversion) -> dict[str, Images]:

@@ -55,7 +55,7 @@ def time_variants(
             built.append(TimedVariant(name, config, PARTS[mode], world, order, built, matmul_size))
         for part in PARTS[mode]:
             length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
-            display.note(f"timing {part}: {repeats} turns of {length}, {len(built)} variant(s)")
+            display.note(f"timing {part}: {repeats} turns of {length}; variants: {len(built)}")
             _measure(built, part, repeats, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
         for variant in built:
             if {"loader", "both"} & set(PARTS[mode]):
@@ -136,7 +136,7 @@ def print_record(display: Display, record: Mapping[str, Any]) -> None:
     variants: Sequence[Mapping[str, Any]] = record.get("variants", [record])
     first = variants[0]
     parts = [part for part in _TITLES if part in first]
-    display.table(f"{record['config_name']} on {record['device']}, {record['world_size']} rank(s)", _setup(first))
+    display.table(f"{record['config_name']} on {record['device']}, ranks: {record['world_size']}", _setup(first))
     if len(variants) == 1:
         tables = [[{"": _TITLES[part], **_cells(first[part])} for part in parts]]
     else:
@@ -186,7 +186,7 @@ def _setup(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("model", model),
         ("one image", one),
-        ("data", f"{record['data']}, {record['num_workers']} workers"),
+        ("data", f"{record['data']}, workers: {record['num_workers']}"),
         ("global batch", batch),
         ("precision", record["precision"]),
         ("switches", "  ".join(f"{key}={value}" for key, value in record["switches"].items())),

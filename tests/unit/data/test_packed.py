@@ -96,7 +96,7 @@ def test_large_images_are_made_smaller_by_pillow_and_small_ones_stay(
         assert encoded.read(index) == wanted.getvalue()
         np.testing.assert_array_equal(raw.read(index), np.asarray(image))
     assert shrunk > 3
-    said = f"16 packed images of 3 classes (short side at most 12, JPEG quality {quality}, 0.00 GiB)"
+    said = f"16 packed images of 3 classes (short side at most 12, JPEG quality {quality}, 0.0 MB)"
     assert encoded.describe().startswith(said)
     # So that a random split holds out the same images.
     assert encoded.names_id() == raw.names_id() == source.names_id()
