@@ -66,7 +66,7 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
         true_NK = step.sets_LK.cpu()[labels_N]
 
         def fit() -> tuple[Tensor, Tensor]:
-            fitted = fit_each(features_ND, true_NK, bias=has_bias, check=go_on)
+            fitted = fit_each(features_ND, true_NK, power=power, bias=has_bias, check=go_on)
             report(f"{said}, class by class", images=images)
             return fitted
     else:
@@ -194,14 +194,19 @@ def fit_logistic(
 
 
 def fit_each(
-    features_ND: Tensor, true_NK: Tensor, *, bias: bool = True, check: Callable[[], None] = lambda: None
+    features_ND: Tensor,
+    true_NK: Tensor,
+    *,
+    power: float = 1.0,
+    bias: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """A logistic regression for each class, for images with several labels (1 where a class is true, else 0): float32
     weights (K, D) and biases (K,). See `fit_logistic`."""
     weight_KD = torch.zeros(true_NK.shape[1], features_ND.shape[1])
     bias_K = torch.where(true_NK.bool().all(0), -_ABSENT, _ABSENT)
     for k in torch.nonzero(true_NK.bool().any(0) & ~true_NK.bool().all(0))[:, 0].tolist():
-        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, bias=bias, check=check)
+        head = fit_logistic(features_ND, true_NK[:, k].long(), 2, power=power, bias=bias, check=check)
         weight_KD[k], bias_K[k] = head.weight_KD.diff(dim=0)[0], head.bias_K.diff()[0]
     return weight_KD, bias_K
 

@@ -236,15 +236,16 @@ def test_hardly_any_images(counts: list[int]) -> None:
     assert ((features @ head.weight_KD.T + head.bias_K).argmax(1) == labels).double().mean() >= 0.6
 
 
-def test_a_head_for_images_with_several_labels() -> None:
+@pytest.mark.parametrize("power", [1.0, 0.0])
+def test_a_head_for_images_with_several_labels(power: float) -> None:
     """Each class as scikit-learn fits it alone; classes of no image and of every one are told from the others."""
     features, labels = clusters([30, 30, 30], 16, 1.5)
     true_NK = torch.stack([labels == 0, labels != 1, labels < 0, labels >= 0], dim=1).float()
-    weight_KD, bias_K = fit_each(features, true_NK)
+    weight_KD, bias_K = fit_each(features, true_NK, power=power)
     logits_NK = features @ weight_KD.T + bias_K
     assert ((logits_NK > 0) == true_NK.bool()).float().mean() > 0.97
     for k in (0, 1):
-        alone = fit_logistic(features, true_NK[:, k].long(), 2)
+        alone = fit_logistic(features, true_NK[:, k].long(), 2, power=power)
         log_p_N2 = torch.log_softmax(features @ alone.weight_KD.T + alone.bias_K, dim=1)
         torch.testing.assert_close(
             torch.nn.functional.logsigmoid(logits_NK[:, k]), log_p_N2[:, 1], rtol=1e-3, atol=1e-4
