@@ -103,7 +103,8 @@ def bars(made: Sequence[Bar], label: str, line: float | None = None) -> Figure:
 def name_rows(axes: Axes, variants: Sequence[VariantRecord]) -> None:
     names = [one_line(variant.name, 26) for variant in variants]
     axes.set_yticks(range(len(variants)), names, parse_math=False)
-    axes.invert_yaxis()
+    # From above, with room for the marks of the first and the last row.
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def charts(record: Record) -> list[Chart]:

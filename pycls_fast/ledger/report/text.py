@@ -59,7 +59,7 @@ def headline(record: Record) -> str:
         return _fastest(record)
     words: Counter[str | None] = Counter(effect.word for effect in found.effects)
     of, free = len(found.effects) + len(found.broken), sum(kind(effect) == "good" for effect in found.effects)
-    parts = [f"{free} of {of} variant{'s' * (of != 1)} {'is' if free == 1 else 'are'} free"]
+    parts = [f"{free} of {of} variant{'s' * (of != 1)} {'is' if 1 in (free, of) else 'are'} free"]
     costs = [f"{effect.variant}: {-effect.difference:.2f} points" for effect in found.effects if effect.word == "costs"]
     if costs:
         parts.append(f"{len(costs)} cost{'s' * (len(costs) == 1)} accuracy ({', '.join(costs)})")
