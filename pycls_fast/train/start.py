@@ -128,7 +128,7 @@ def _steps(run: Run) -> str:
         each = config.data.global_batch_size // world.data_size // config.optim.microbatches
         batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
     # A finished run may have more than are asked for now.
-    asked = epochs(max(config.schedule.epochs, run.epoch(run.start_step)))
+    asked = epochs(run.epoch(max(run.total_steps, run.start_step)))
     return f"{run.total_steps:,} of {batch} images ({asked} epochs of {run.steps_per_epoch:,})"
 
 

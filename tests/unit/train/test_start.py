@@ -49,6 +49,13 @@ def noted(*overrides: str, size: int = 1) -> list[str]:
     return list(_notes(run))
 
 
+def test_a_short_run_says_its_own_epochs() -> None:
+    """Not those that schedule.max_steps cuts off."""
+    parts = {"total_steps": 2, "start_step": 0, "steps_per_epoch": 4, "epoch": lambda step: step / 4}
+    run: Any = SimpleNamespace(config=config_of(), world=ALONE, **parts)
+    assert start._steps(run).endswith(" images (0.5 epochs of 4)")
+
+
 @pytest.mark.parametrize(
     ("ratio", "overrides", "told"),
     [
