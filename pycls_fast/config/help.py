@@ -40,7 +40,8 @@ def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[
     Args:
         own: the tool: its docstring and its own keys.
         folders: the folders of configurations; none for a tool that takes no configuration.
-        words: keys, groups and experiments to describe instead; a `UserError` has a line for each that is none.
+        words: keys, groups, their options and experiments to describe instead; a `UserError` has a line for each that
+            is none.
     """
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
@@ -49,9 +50,15 @@ def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[
         return "\n".join(_page(own, folders, experiments, width))
     texts: list[str] = []
     mistakes: list[str] = []
+    found = {f"{file.parent.name}={file.stem}": file for folder in folders for file in folder.glob("*/*.yaml")}
     for word in words:
         try:
-            texts.append(_header(experiments[word]) if word in experiments else help_of_key(word, own, width))
+            if word in experiments:
+                texts.append(_header(experiments[word]))
+            elif word in found and not _is_class(word):
+                texts.append(f"{found[word]}:\n{found[word].read_text(encoding='utf-8').rstrip()}")
+            else:
+                texts.append(help_of_key(word, own, width))
         except UserError as error:
             mistakes += error.lines
     refuse(mistakes)
@@ -65,8 +72,10 @@ def _page(own: type[Section], folders: Sequence[Path], experiments: Iterable[str
     if folders:
         yield "\nexperiments, --config-name NAME (--help NAME describes one):"
         yield _filled(", ".join(experiments), width, "  ", "  ")
-        yield "\ngroups, GROUP=NAME (--help GROUP or --help GROUP.KEY describes keys):"
-        there = {group: options(group, folders) for group in groups(folders)} | {"ladder": options(LADDERS, folders)}
+        yield "\ngroups, GROUP=NAME (--help GROUP, GROUP=NAME or GROUP.KEY describes one):"
+        there = {group: options(group, folders) for group in groups(folders)}
+        if "ladder" in own.model_fields:
+            there["ladder"] = options(LADDERS, folders)
         for group, names in sorted(there.items()):
             yield _filled(", ".join(names), width, f"  {group:<10} ", " " * 13)
         yield "\nof every run: GROUP.KEY=VALUE run_dir=PATH seed=N resume=auto|never|PATH"
@@ -94,6 +103,12 @@ def descriptions(section: type[Section]) -> dict[str, str]:
     return found
 
 
+def _is_class(word: str) -> bool:
+    """Whether `optim=sgd` is a class, whose keys say more than the file that sets some of them."""
+    group, _, name = word.partition("=")
+    return group in FAMILIES and name in FAMILIES[group].choices()
+
+
 def _header(file: Path) -> str:
     """The comment at the beginning of an experiment's file."""
     lines = [f"{file}:"]
@@ -109,12 +124,14 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
     a `UserError` if there is none of these."""
     keys = [*_keys(own), *_keys(RunConfig)]
     word, _, choice = ALIASES.get(word, word).partition("=")
-    if choice:
+    if choice and word in FAMILIES:
         members = FAMILIES[word].choices()
         # The name of sizes stands for their family.
         choice = PRESETS.get(word, {}).get(choice, {}).get(FAMILIES[word].tag, choice)
         one_of(word, choice, members)
         keys = [(key, section) for key, section in keys if section is members[choice]]
+    elif choice:
+        one_of(word, choice, options(word, [CONFIGS]))
     named = [key for key in keys if key[0] == word] or [key for key in keys if key[0].rpartition(".")[2] == word]
     group = [key for key in keys if key[0].startswith(f"{word}.")]
     if not named and not group:

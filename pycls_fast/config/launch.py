@@ -49,7 +49,7 @@ from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
 from pycls_fast.config.keys import CONFIGS, key_of, typed_values
 from pycls_fast.config.messages import explaining, unreadable
-from pycls_fast.config.run import RunConfig
+from pycls_fast.config.run import RunConfig, groups
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
 from pycls_fast.files import exists, timestamp
@@ -147,7 +147,8 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
     if flags.help:
         imports = [override for override in flags.overrides if override.startswith("imports=")]
         import_modules(module_names({"imports": _value(imports[-1]) if imports else None}))
-        words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in FAMILIES]
+        known = {*FAMILIES, *groups(folders)}
+        words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in known]
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE
     require_folders(folders)

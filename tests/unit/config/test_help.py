@@ -99,7 +99,11 @@ def test_help_of_words(tool: Tool) -> None:
     assert tool("--config-name", "vit_s16", "--help", "steps", "seed=1")[:2] == (0, [])
     (line,) = tool("--help", "imports=[os")[1]
     assert line.startswith("error: imports: [os: ModuleNotFoundError: No module named '[os' (")
-    assert tool("--help", "batch_size")[:2] == (0, [])
+    assert "scale: [0.08, 1.0]" in help_text(Section, [CONFIGS], ["augment=deit"])
+    assert "Statistics of the 1,797" not in help_text(Section, [CONFIGS], ["data=digits"])
+    assert help_text(Section, [CONFIGS], ["speed=fast"]).startswith("Performance switches;")
+    assert tool("--help", "batch_size", "speed=fast", "augment=deit")[:2] == (0, [])
+    assert tool("--help", "augment=diet")[1][0].endswith("; got diet; did you mean deit?")
     assert tool("--help", "lrate", "optim.lr", "bs") == (2, [
         "error: --help lrate: unknown key; --help without a key lists the groups",
         "error: --help bs: unknown key; did you mean data.global_batch_size?",
