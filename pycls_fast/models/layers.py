@@ -62,9 +62,6 @@ def chosen_sdpa(
     Raises:
         RuntimeError: the backend cannot run these tensors; torch's warnings before it say why.
     """
-    if queries_BHNE.is_meta:
-        # Nothing is computed on the meta device, and `complexity` has chosen a backend that shows all operations.
-        return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
     with sdpa_kernel(backend):
         return sdpa_attention(queries_BHNE, keys_BHNE, values_BHNE, keys=keys)
 

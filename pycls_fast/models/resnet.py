@@ -188,9 +188,6 @@ class ResNet(Network):
     Args:
         num_classes: K.
         convolution: kernel of the convolutions, a key of `cpu_kernels.CONVOLUTION`.
-
-    Raises:
-        ValueError: groups with blocks that have no bottleneck.
     """
 
     head_name = "head"
@@ -209,8 +206,6 @@ class ResNet(Network):
         convolution: str = "torch",
     ) -> None:
         super().__init__()
-        if LAYOUTS[depth][0] is BasicBlock and (groups, width_per_group) != (1, 64):
-            raise ValueError(f"depth {depth} has no bottleneck blocks to group or widen")
         self.zero_init_last_gamma = zero_init_last_gamma
         self.shortcut = shortcut
         block_type, block_counts = LAYOUTS[depth]
