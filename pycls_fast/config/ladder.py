@@ -185,15 +185,14 @@ def for_experiment(ladder: Ladder, config: RunConfig) -> Ladder:
     def sized(variant: Variant) -> Variant:
         overrides = list(variant.overrides)
         if variant.image_size_ratio is not None:
-            sides = (max(round(s * variant.image_size_ratio / patch), 1) * patch for s in config.data.image_size)
+            sides = (round(s * variant.image_size_ratio / patch) * patch for s in config.data.image_size)
             overrides.append(f"data.image_size={as_typed(Size(*sides).typed)}")
         if variant.batch_ratio is not None:
             if config.data.global_batch_size == AUTO:
                 raise UserError(
                     f"data.global_batch_size: auto cannot be scaled (batch_ratio of '{variant.name}'); give a number"
                 )
-            batch = max(round(config.data.global_batch_size * variant.batch_ratio), 1)
-            overrides.append(f"data.global_batch_size={batch}")
+            overrides.append(f"data.global_batch_size={round(config.data.global_batch_size * variant.batch_ratio)}")
         return variant.model_copy(update={"overrides": tuple(overrides)})
 
     variants = tuple(map(sized, ladder.variants))

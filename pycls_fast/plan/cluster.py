@@ -169,7 +169,7 @@ def fitted(accelerator: Accelerator, rows: Sequence[TimedWork]) -> Accelerator:
         stays = 0.15 * np.sqrt(len(rows) / 20) * (logs - start)
         return np.concatenate([np.log1p(errors(made(logs), rows)), stays])
 
-    start = np.log([*accelerator.efficiency.values(), max(accelerator.kernel, 1e-7)])
+    start = np.log([*accelerator.efficiency.values(), accelerator.kernel])
     low = np.log([*(least.get(name, 0.05) for name in names), 1e-7])
     high = np.log([*(1.3 for _ in names), 1e-4])
     found = least_squares(misses, np.clip(start, low, high), loss="soft_l1", f_scale=0.1, bounds=(low, high))
