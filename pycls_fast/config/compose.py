@@ -312,7 +312,7 @@ def _written_out(override: str, folders: Sequence[Path]) -> list[str]:
         # There are more options than classes (`model=vit_s16`), and one of them was meant.
         return [override]
     # Like one with a file, it takes the place of another choice, and another choice its place.
-    ConfigStore.instance().store(name, {FAMILIES[key].tag: name}, group=key, provider="pycls_fast")
+    ConfigStore.instance().store(name, {FAMILIES[key].tag: name}, group=key)
     return [override]
 
 

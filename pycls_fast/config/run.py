@@ -209,4 +209,4 @@ def options(group: str, folders: Sequence[Path]) -> list[str]:
 # Hydra looks for an option here if no folder has a file for it.
 for _group, _presets in PRESETS.items():
     for _name, _values in _presets.items():
-        ConfigStore.instance().store(_name, dict(_values), group=_group, provider="pycls_fast")
+        ConfigStore.instance().store(_name, dict(_values), group=_group)
