@@ -63,6 +63,7 @@ def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
     splits = opened("parquet", tmp_path, label_column="kind")
     assert samples_of(splits["train"]) == list(zip(data, ["b", "a", "b", "a"], strict=True))
     assert samples_of(splits["val"]) == [(data[0], "b")]
+    assert "choose one with data.source=parquet data.label_column=NAME" in mistake("auto", tmp_path / "train.parquet")
     # So are numbers too large to count classes: dates, or numbers of products.
     write(tmp_path / "train.parquet", {"image": data, "label": [20260101001, 7, 20260101001, 7]})
     source = opened("parquet", tmp_path / "train.parquet", whole=True)["all"]

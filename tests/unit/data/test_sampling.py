@@ -186,10 +186,12 @@ def test_the_configuration_chooses_and_refuses() -> None:
     source = SyntheticImages(4, 8, 2, seed=0)
     source.labels = np.array([0, 1, 1, 1])
     config = config_of("data.sampling=balanced")
-    name, order = order_of(source, config.data)
+    name, order = order_of(source, config.data, repeats=3)
     assert name == "classes"
     assert order is not None
     assert np.bincount(source.labels[order(0, 0) % 4]).tolist() == [2, 2]
+    # The image that comes again is behind the three copies of all.
+    assert order(0, 0).max() == 3 * 4
     source.prefers_blocks = True
     with pytest.raises(UserError, match=r"^data.sampling: balanced visits images in any order, which is slow"):
         order_of(source, config.data)
