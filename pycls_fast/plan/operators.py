@@ -96,9 +96,8 @@ class LiveMemory(Operators):
 
     def _add_parts(self, tensor: Any) -> None:
         if is_traceable_wrapper_subclass(tensor):
-            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            for part in (part for part in parts if isinstance(part, Tensor)):
-                self._add_parts(part)
+            for name in tensor.__tensor_flatten__()[0]:
+                self._add_parts(getattr(tensor, name))
         elif tensor.device.type != "meta" and getattr(tensor, "fake_mode", None) is self._fake_mode:
             self._add(tensor.untyped_storage())
 

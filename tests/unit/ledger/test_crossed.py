@@ -199,6 +199,8 @@ def test_a_loss_is_found_the_rest_is_free_and_an_interrupted_ledger_ends_alike(
     assert words(whole) == {"a": "costs", **dict.fromkeys("bcdefgh", "free")}
     # Everything is settled at the first look.
     assert len(whole.accuracy.runs) - 32 in range(9)
+    total = sum(effect.difference for effect in whole.accuracy.effects)
+    assert whole.accuracy.fit.together.difference == pytest.approx(total)
 
     stopped = crossed(tmp_path / "stopped")
     start = len(trained.started)

@@ -36,19 +36,23 @@ def built(config: RunConfig) -> Any:
         return build.model(config, 5, build.switches(config, CPU))
 
 
-@pytest.mark.slow
+_SLOW_BLOCKS = [
+    ("resnet18", 8, "layer1.0", "layer4.1"),
+    ("regnety_002", 13, "s1.b1", "s4.b7"),
+    ("efficientnet_b0", 16, "blocks.0.0", "blocks.6.0"),
+    ("convnext_atto", 12, "stages.0.blocks.0", "stages.3.blocks.1"),
+    ("swin_tiny_patch4_window7_224", 12, "layers.0.blocks.0", "layers.3.blocks.1"),
+    ("vit_tiny_patch16_224", 12, "blocks.0", "blocks.11"),
+    ("coat_lite_tiny", 0, "serial_blocks1.0", "serial_blocks4.1"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "count", "first", "last"),
     [
-        ("resnet18", 8, "layer1.0", "layer4.1"),
-        ("regnety_002", 13, "s1.b1", "s4.b7"),
-        ("efficientnet_b0", 16, "blocks.0.0", "blocks.6.0"),
-        ("convnext_atto", 12, "stages.0.blocks.0", "stages.3.blocks.1"),
-        ("swin_tiny_patch4_window7_224", 12, "layers.0.blocks.0", "layers.3.blocks.1"),
-        ("vit_tiny_patch16_224", 12, "blocks.0", "blocks.11"),
         # Members of a block see all features before them: no block takes one tensor. Stems are no layers.
         ("densenet121", 0, "features.denseblock1.denselayer1", "features.denseblock4.denselayer16"),
-        ("coat_lite_tiny", 0, "serial_blocks1.0", "serial_blocks4.1"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in _SLOW_BLOCKS),
     ],
 )
 def test_blocks_are_found_in_forward_order(name: str, count: int, first: str, last: str) -> None:

@@ -128,6 +128,16 @@ def test_the_faster_format_wins(monkeypatch: pytest.MonkeyPatch, bf16: float, ch
     assert with_precision(typed, ALONE).precision.name == "bf16"
 
 
+def test_a_pass_takes_what_it_takes_in_the_faster_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for fp32, bf16 in ((1.0, 2.0), (2.0, 1.0), (1.0, 9.0), (9.0, 1.0)):
+        timed(monkeypatch, fp32, bf16)
+        monkeypatch.setattr(module, "_races", {})
+        found.append(race(config_of()).seconds_per_image)
+    # Of the whole network, or where the other one is hopeless of its products, each of which takes a second here.
+    assert found[0] == found[1] < found[2] == found[3]
+
+
 @pytest.mark.parametrize(("of_two", "threads"), [(0.6, 2), (1.4, 2), (5.0, 1)])
 def test_busy_cores_get_fewer_threads(monkeypatch: pytest.MonkeyPatch, of_two: float, threads: int) -> None:
     timed(monkeypatch, 1.0, 1.0, of_two_threads=of_two)
