@@ -56,6 +56,7 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
     assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
     assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
+    assert run_tool("predict", run_dir, bad / "bad[[]red].png") == 2
 
 
 def test_frames_of_videos_and_damaged_ones(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

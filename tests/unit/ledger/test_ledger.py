@@ -58,6 +58,9 @@ def test_a_variant_that_can_run_later_is_below_the_others_from_the_beginning(
     assert len(fake.started) == 6
     start(tmp_path, rounds=4)
     assert len(fake.started) == 6 + 2 * 3
+    # In turns, forth and back.
+    turns = [[each for each in words if each in ("b=1", "c=1")] for words in fake.started[6:]]
+    assert turns[:3] == [[], ["b=1"], ["b=1", "c=1"]] == turns[:2:-1]
 
 
 def test_there_is_a_page_after_the_timings(

@@ -186,6 +186,8 @@ def test_gradients_and_weights_are_exchanged_once_for_each_way_they_travel(searc
     (sizes,) = search.one.sizes
     weights = sizes.trained
     assert search.exchanged_bytes(Layout(16)) == {"all_reduce": 4.0 * weights}
+    assert str(Layout(2, 8)) == "replicate 2 x shard 8"
+    assert str(Layout(2, pipeline=4)) == "pipeline 4 x replicate 2 (1f1b)"
     found = search.exchanged_bytes(Layout(2, 8))
     assert found["reduce_scatter"] == 4.0 * weights
     assert found["all_reduce"] == 4.0 * weights / 8
