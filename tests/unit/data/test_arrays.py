@@ -94,6 +94,8 @@ def test_digits(tmp_path: Path) -> None:
     sources = opened("digits", tmp_path / "data" / "digits")
     assert sources["train"].classes == tuple("0123456789")
     assert len(sources["train"]) + len(sources["val"]) == len(paths)
+    # Divided by their positions: the published results are of this split.
+    assert sources["train"].name_hashes() is None
 
 
 def test_something_else_is_never_overwritten_by_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

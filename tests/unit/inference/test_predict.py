@@ -54,6 +54,7 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert [len(row["top"]) for row in found["images"]] == [2] * 5
     assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
+    assert found["weights"].startswith(f"{run_dir}/")
     assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
     assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
     assert run_tool("predict", run_dir, bad / "bad[[]red].png") == 2

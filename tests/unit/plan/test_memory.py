@@ -217,6 +217,8 @@ def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given(strategy: 
     for memory, batch in ((less / 0.92, 32), (less / 0.93, 16)):
         config = resolved(*auto, f"runtime.device_memory={memory / 1e6 + 0.001}MB", ranks=ranks)
         assert config.data.global_batch_size == batch
+    # Where nothing fits, an image for each rank is left.
+    assert resolved(*auto, "runtime.device_memory=1MB", ranks=ranks).data.global_batch_size == ranks
 
 
 def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
