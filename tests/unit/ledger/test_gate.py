@@ -126,6 +126,7 @@ def test_a_loss_by_chance_in_one_of_many_variants_is_none(change: Change) -> Non
 
 def test_what_could_not_run_or_was_not_trained_before_or_is_left_out_is_not_lost() -> None:
     assert lost(changed(broken, untrained), ledger()) == lost(changed(untrained), changed(untrained)) == []
+    assert lost(changed(with_effect(-0.8)), changed(with_effect(-0.2))) == []
     assert lost(ledger(), changed(all_slower)) == ["base"]
     assert lost(ledger(), changed(all_slower), absolute=False) == []
 

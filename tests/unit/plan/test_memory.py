@@ -195,6 +195,8 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
     memory = made.peak(8) / 0.92
     config = resolved(f"runtime.device_memory={memory / 1e6 + 0.01}MB")
     assert config.optim.accumulation_steps == 8
+    auto = resolved("data.global_batch_size=auto", f"runtime.device_memory={memory / 1e6 + 0.01}MB")
+    assert (auto.data.global_batch_size, auto.optim.accumulation_steps) == (64, 8)
     assert made.peak(4) > 0.92 * memory
     # A saved run has the number.
     again = RunConfig.model_validate_json(config.model_dump_json())
