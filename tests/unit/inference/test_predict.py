@@ -55,6 +55,7 @@ def test_json(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [len(row["top"]) for row in found["images"]] == [2] * 5
     assert (found["step"], [row["image"] for row in found["unreadable"]]) == (7, [str(bad / "bad[red].png")])
     assert found["weights"].startswith(f"{run_dir}/")
+    assert found["preprocessing"] == pycls_fast.load(run_dir).preprocessing
     assert said.err.splitlines()[-1] == "1 of 6 images could not be read"
     assert f"unreadable: {bad / 'bad[red].png'}: " in said.err
     assert run_tool("predict", run_dir, bad / "bad[[]red].png") == 2
@@ -262,14 +263,13 @@ def test_names_that_are_no_utf_8(
         assert "caf\\udce9" in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_name", "kind", "columns"),
     [
         ("vit_digits", "attention", 5),
-        ("vit_digits", "rollout", 2),
-        ("resnet_digits", "features", 2),
-        ("resnet_digits", "class", 2),
+        pytest.param("vit_digits", "rollout", 2, marks=pytest.mark.slow),
+        pytest.param("resnet_digits", "features", 2, marks=pytest.mark.slow),
+        pytest.param("resnet_digits", "class", 2, marks=pytest.mark.slow),
     ],
 )
 def test_maps(tmp_path: Path, bad: Path, config_name: str, kind: str, columns: int) -> None:
