@@ -228,7 +228,7 @@ def compile_for_gpu(config: RunConfig, switches: Speed, world: World, *, images:
     if world.device.type != "cuda" or "compile" in config.speed.by_hand or switches.compile == "off":
         return switches
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
-        off = switches.replace(compile="off", compile_mode="default")
+        off = switches.replace(compile="off")
         return switches if any(switch_problems(config, off, "cuda")) else off
     step = 3 * flops * config.data.global_batch_size / (world.data_size * config.optim.microbatches)
     if "compile_mode" in config.speed.by_hand or step > _GPU_SMALL_STEP:

@@ -177,5 +177,5 @@ class HostOptimizer(Optimizer):
 def _host_like(parameter: Tensor) -> Tensor:
     """An empty CPU tensor in float32 (float64 for float64) and the parameter's memory format."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    empty = torch.empty_like(parameter, device="cpu", dtype=dtype, requires_grad=False)
+    empty = torch.empty_like(parameter, device="cpu", dtype=dtype)
     return empty.pin_memory() if parameter.device.type == "cuda" else empty

@@ -180,7 +180,6 @@ class Checkpoint:
             dcp.load(
                 dict(into),
                 storage_reader=_Reader(self.path),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:
@@ -206,7 +205,7 @@ class Checkpoint:
                 continue
             if tuple(parameter.shape) == spec.shape:
                 elsewhere: dict[str, Any] = {"device": "cpu"} if on_host else {}
-                found[path] = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False, **elsewhere)
+                found[path] = torch.empty_like(parameter, dtype=spec.dtype, **elsewhere)
             else:
                 found[path] = torch.empty(spec.shape, dtype=spec.dtype)
         return found

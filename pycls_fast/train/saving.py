@@ -95,7 +95,6 @@ def _write_tensors(tensors: Tensors, folder: Path, world: World) -> None:
         # With CUDA, torch would copy ahead (host tensors too), and once per 10 MB wait for all work that training has
         # queued.
         storage_writer=dcp.FileSystemWriter(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0),
-        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=world.host_group,
         no_dist=world.host_group is None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,8 +18,9 @@ from pycls_fast.data.prepare import Mixer
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.arrays import SyntheticImages
 from pycls_fast.data.sources.base import Images
+from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import UserError
-from pycls_fast.losses import BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
+from pycls_fast.losses import AsymmetricLoss, BinaryCrossEntropy, CrossEntropy, FusedLoss, LossFunction, Targets
 from pycls_fast.models.external import named_tensors
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.speed import Speed
@@ -83,11 +85,47 @@ class TestData:
             assert len(next(batches).labels_B) == 8
             assert len(multiprocessing.active_children()) == min(workers, 16)
 
+    @pytest.mark.parametrize("training", [True, False])
+    def test_a_loader(self, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = config_of(
+            *SYNTHETIC, "seed=5", "data.num_workers=2", "data.prefetch_factor=7", "data.mean=[0.2,0.4,0.6]",
+            "data.transparent=white", "parallel.timeout_seconds=9", "augment.repeats=3", "augment.erase_value=noise",
+            "optim.accumulation_steps=2", "data.sampling=balanced",
+        )  # fmt: skip
+        rank = replace(world(1, 2), while_waiting=lambda: None)
+        monkeypatch.setattr(build.data, "to_device", lambda loader, device, mode: loader)
+        if training:
+            loader = build.train_loader(config, SOURCE, rank, REFERENCE, start_step=1, steps=4)
+        else:
+            loader = build.eval_batches(config, SOURCE, rank, REFERENCE)
+        assert (loader.num_workers, loader.prefetch_factor, loader.timeout_seconds) == (2, 7, 9)
+        assert loader.while_waiting is rank.while_waiting
+        dataset, sampler = loader.dataset, loader.batch_sampler
+        assert (dataset.seed, dataset.training, dataset.repeats) == (5, training, 3 * 24 if training else 1)
+        assert dataset.open_picture.convert == Conversion(on_white=True)
+        prepares = (dataset.host.prepare, build.prepare(config, CPU, REFERENCE))
+        assert [each._erase_value for each in prepares] == ["noise"] * 2
+        transform = dataset.transform[0] if training else dataset.transform
+        assert transform._fill == (51, 102, 153)
+        assert (sampler.rank, sampler.world_size) == (1, 2)
+        if training:
+            assert (sampler.start_step, sampler.total_steps, sampler.accumulation_steps) == (1, 4, 2)
+            assert (sampler.seed, sampler.repeats) == (5, 3)
+            # Without one all images would come equally often.
+            assert sampler.order is not None
+
     def test_mixing(self) -> None:
         assert build.mixer(config_of()) is None
         assert build.mixer(config_of("augment.mixup_alpha=0.2", "augment.mix_probability=0")) is None
         config = config_of("augment.cutmix_alpha=0.7")
         assert build.mixer(config) == Mixer(config.augment)
+        device = {"erase_on": "device", "mix_on": "device"}
+        for switches, erases, mixer in (
+            (REFERENCE, True, build.mixer(config)),
+            (REFERENCE.replace(**device), False, None),
+        ):
+            host = build.prepare_on_host(config, switches)
+            assert (host.erase, host.mixer) == (erases, mixer)
 
     def test_ranks_and_microbatches_share_the_batch(self) -> None:
         assert build.microbatch_size(config_of("optim.accumulation_steps=4"), world(0, 2)) == 8
@@ -106,6 +144,10 @@ class TestOptimizing:
             (["loss.label_smoothing=0.25"], CrossEntropy(0.25)),
             (["loss=bce", "loss.label_smoothing=0.25"], BinaryCrossEntropy(0.25, "mean")),
             (["loss=bce", "loss.label_smoothing=0", "loss.bce_reduction=sum"], BinaryCrossEntropy(0.0, "sum")),
+            (
+                ["loss=asymmetric", "loss.label_smoothing=0", "loss.gamma_negative=2", "loss.margin=0.1"],
+                AsymmetricLoss(0.0, gamma_negative=2.0, margin=0.1),
+            ),
         ],
     )
     def test_the_loss(self, overrides: list[str], loss: LossFunction) -> None:
@@ -213,11 +255,12 @@ class TestOptimizing:
         alone = build.wrap
         monkeypatch.setattr(build, "wrap", lambda config, network, _, *rest: alone(config, network, world(), *rest))
         config = config_of("seed=9", "optim.ema_decay=0.75", "optim.ema_warmup=false", "augment.mixup_alpha=0.2")
+        config = config.with_values(optim={"ema_every_steps": 3})
         for how in ("loop", "foreach"):
             switches = REFERENCE.replace(clip=how, ema=how)
             step = make_step(config, build.model(config, 10, switches), world(1, 2), switches, steps_per_epoch=7)
             assert (step.seed, step.rank, step.clip_foreach) == (9, 1, how == "foreach")
-            assert (step.ema.decay, step.ema.warmup, step.ema.implementation) == (0.75, False, how)
+            assert (step.ema.decay, step.ema.warmup, step.ema.every, step.ema.implementation) == (0.75, False, 3, how)
             assert step.mixer == build.mixer(config)
 
     def test_a_step_knows_its_number_of_classes(self) -> None:

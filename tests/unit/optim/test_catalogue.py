@@ -112,6 +112,14 @@ def test_state_that_can_be_sent_is_of_plain_tensors(name: str) -> None:
     assert {type(value) for value in kept} <= set(SENT), name
 
 
+@pytest.mark.parametrize(
+    ("name", "which"), [(name, which) for name, which, facts in EVERY if facts.implementations[1:]]
+)
+def test_an_implementation_is_the_one_that_runs(name: str, which: str) -> None:
+    (group,) = made(name, which, [nn.Parameter(torch.zeros(2))]).param_groups
+    assert [key for key in ("foreach", "fused") if group.get(key)] == [which] * (which != "loop")
+
+
 TINY = ["data.image_size=8", "model.width=32", "model.depth=1", "model.mlp_width=64"]
 
 

@@ -70,13 +70,13 @@ def adafactor_formula(threshold: float | None) -> Update:
 
 def muon_formula(w: Tensor, g: Tensor, state: State, lr: float, decay: float, t: int) -> Tensor:
     """Jordan et al. (2024), with Liu et al.'s (2025, equation 4) scale; matrices only, convolutions flattened."""
-    m = mean_update(state, "m", g, 0.95)
-    x = (0.05 * g + 0.95 * m).flatten(1)
+    m = mean_update(state, "m", g, 0.9)
+    x = (0.1 * g + 0.9 * m).flatten(1)
     rows, columns = x.shape
     x = x / x.norm()
     if rows > columns:
         x = x.mT
-    for _ in range(5):
+    for _ in range(4):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     if rows > columns:
@@ -109,7 +109,8 @@ def make_adafactor(threshold: float | None, momentum_dtype: str = "float32") -> 
 
 
 def make_muon(groups: Groups, eps: float = 1e-3) -> Optimizer:
-    keys: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "betas": (0.8, 0.95)}
+    # None is timm's own.
+    keys: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "newton_schulz_steps": 4, "betas": (0.8, 0.95)}
     return make_optimizer("muon", groups, lr=9.0, eps=eps, **keys)
 
 

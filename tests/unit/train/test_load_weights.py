@@ -30,6 +30,8 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
+from pycls_fast.train.assemble import _load_initial
+from pycls_fast.train.display import Display
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
 from pycls_fast.train.saved_weights import find_weights
@@ -188,6 +190,20 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
     else:
         with pytest.raises(UserError, match=r"^weights: .*theirs.* belongs to another model; model=.* builds it"):
             load_weights(network, file, classes=classes, model=section)
+
+
+@pytest.mark.parametrize(("head", "deviation"), [("small", 0.01), ("zero", 0.0)])
+def test_training_begins_as_configured(tmp_path: Path, head: str, deviation: float) -> None:
+    saved, config = of_kind("timm", TIMM, 2)
+    file = tmp_path / "theirs.safetensors"
+    save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "config": config.model_dump_json()})
+    display, own = Display(speaks=False, mode="plain"), {"weights": str(file), "head": head}
+    network, same = of_kind("timm", TIMM, 3)
+    assert _load_initial(same.model_copy(update=own), network, ABC, ALONE, display, into=None)
+    assert network.last_layer().weight.std().item() == pytest.approx(deviation, rel=0.1)
+    network, other = of_kind("timm", {**TIMM, "options": {}}, 3)
+    with pytest.raises(UserError, match=r"theirs\.safetensors belongs to another model"):
+        _load_initial(other.model_copy(update=own), network, ABC, ALONE, display, into=None)
 
 
 @pytest.mark.parametrize("other", [{"width": 24, "heads": 2}, VIT], ids=["width", "stem"])

@@ -166,7 +166,9 @@ def test_who_is_stopped_while_waiting_for_data_has_saved_the_steps_before(
 
     def ends(self: Loop) -> Iterator[Batch]:
         yield from islice(microbatches(self), 2)
-        raise loop.Stopped
+        self.stop.name = "SIGTERM"
+        # As the loader does.
+        self.run.world.while_waiting()
 
     monkeypatch.setattr(Loop, "_microbatches", ends)
     assert train(config_of(*SMALL, f"run_dir={tmp_path}")) == 3

@@ -315,15 +315,19 @@ def test_the_order_depends_on_the_storage() -> None:
 def saved_by(ranks: int) -> Any:
     """A checkpoint of a batch of 48 in two microbatches on each rank."""
     given = ["data.root=/nowhere", "data.global_batch_size=48", "optim.accumulation_steps=2", "precision=fp32"]
+    given.append("runtime.threads=1")
     config = config_of(*given, name="finetune").model_dump(mode="json")
     return SimpleNamespace(plain={"config": config, "world_size": ranks})
 
 
 @pytest.mark.parametrize(("given", "batch"), [("auto", 48), ("16", 16)])
-def test_an_automatic_batch_stays_on_another_number_of_ranks(given: str, batch: int) -> None:
+def test_an_automatic_batch_stays_on_another_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, given: str, batch: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = config_of("data.root=/nowhere", f"data.global_batch_size={given}", name="finetune")
     found = as_saved(config, ALONE, saved_by(1))
-    assert (found.data.global_batch_size, found.precision.name) == (batch, "fp32")
+    assert (found.data.global_batch_size, found.precision.name, found.runtime.threads) == (batch, "fp32", 1)
 
 
 @pytest.mark.parametrize(
