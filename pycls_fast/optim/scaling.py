@@ -24,9 +24,10 @@ class RanksScaler(torch.amp.GradScaler):
         self._ranks = ranks
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale and the count of steps since it last grew; factors and interval stay this scaler's own."""
+        """Restore the scale and the count of steps since it last grew; factors and interval stay this scaler's own.
+        A scaler that is not enabled has an empty state."""
         own = self.state_dict()
-        if own:
+        if own and state:
             # The scale grows when the count equals the interval; a count beyond a shorter interval never would.
             steps = min(state["_growth_tracker"], own["growth_interval"] - 1)
             super().load_state_dict({**own, "scale": state["scale"], "_growth_tracker": steps})

@@ -247,8 +247,8 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
         """OSS's own `state_dict` collects everything on one rank."""
 
         def state_dict(self) -> dict[str, Any]:
-            """A copy in torch's form, in which tensors of a parameter's shape are DTensors sharded along the first
-            axis. One parameter is broadcast at a time, through the host. All ranks call this."""
+            """A copy in torch's form without groups, in which tensors of a parameter's shape are DTensors sharded along
+            the first axis. One parameter is broadcast at a time, through the host. All ranks call this."""
             own = self.optim.state_dict()["state"]
             local_of = self._owned()
             state: dict[int, dict[str, Any]] = {}
@@ -261,7 +261,7 @@ def sharded_optimizer(groups: list[Group], make: Callable[[list[Group]], Optimiz
                     state.setdefault(index, {})[key] = (
                         shard_first_axis(value.to(world.device), mesh) if is_sharded else value
                     )
-            return {"state": state, "param_groups": Optimizer.state_dict(self)["param_groups"]}
+            return {"state": state}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """It takes whole tensors, too; the groups keep their settings. All ranks call this."""

@@ -196,5 +196,4 @@ class Run(Parts):
             # What is of another stage of a pipeline is not here.
             here = {name: values for name, values in state["optimizer"].items() if name in own["model"]}
             step.weights.load_optimizer_state(step.optimizer, here)
-            if state["loss_scaler"] and step.scaler.is_enabled():
-                step.scaler.load_state_dict(state["loss_scaler"])
+            step.scaler.load_state_dict(state["loss_scaler"])

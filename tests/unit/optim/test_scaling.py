@@ -48,6 +48,8 @@ def test_a_saved_scale_goes_on_under_the_settings_of_now(saved_after: str) -> No
     if saved_after == "its first step":
         scaler.scale(torch.ones(()))
     scaler.load_state_dict(saved)
+    # That of a run without scaling.
+    scaler.load_state_dict({})
     assert scaler.get_scale() == 32.0
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
