@@ -59,7 +59,7 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
         together = saved["parallel"]["tensor_degree"] * saved["parallel"]["pipeline_degree"]
         parts = resumed_from.plain["world_size"] // together
         steps, rest = divmod(saved["optim"]["accumulation_steps"] * parts, world.data_size)
-        if steps and not rest and steps % world.pipeline == 0:
+        if not rest and steps % world.pipeline == 0:
             optim["accumulation_steps"] = steps
     if precision == "auto":
         precision = saved["precision"]["name"]

@@ -262,6 +262,8 @@ class TestOptimizing:
             assert (step.seed, step.rank, step.clip_foreach) == (9, 1, how == "foreach")
             assert (step.ema.decay, step.ema.warmup, step.ema.every, step.ema.implementation) == (0.75, False, 3, how)
             assert step.mixer == build.mixer(config)
+            counted = {id(tensor) for tensor in step.persistent_tensors()}
+            assert {id(average) for average in step.ema.values.values()} <= counted
 
     def test_a_step_knows_its_number_of_classes(self) -> None:
         """A threshold may make every class the right one."""
