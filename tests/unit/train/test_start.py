@@ -57,6 +57,32 @@ def test_a_short_run_says_its_own_epochs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("counts", "overrides", "is_told"),
+    [
+        ([40, 13], [], True), ([39, 13], [], False), ([3, 0], [], False),
+        ([40, 13], ["data.sampling=balanced"], False), ([40, 13], ["loss.class_weights=auto"], False),
+    ],
+)  # fmt: skip
+def test_classes_of_very_different_sizes_are_told(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], overrides: list[str], is_told: bool
+) -> None:
+    monkeypatch.setattr(SyntheticImages, "class_counts", lambda self: np.array(counts))
+    notes = [note.partition(";")[0] for note in noted(*overrides)]
+    assert notes == ["classes have 13 to 40 images"] * is_told
+
+
+@pytest.mark.parametrize(("ema", "said"), [(None, "about 115 min"), ("an average", "about 2.1 h")])
+def test_the_time_is_that_of_steps_and_evaluations(monkeypatch: pytest.MonkeyPatch, ema: str | None, said: str) -> None:
+    """100 steps of 64 images, and a third as long for each of 300 images in 5 evaluations."""
+    monkeypatch.setattr(start, "race", lambda config: Race("fp32", 1.0, None, 1.0))
+    run: Any = SimpleNamespace(
+        config=config_of("data.global_batch_size=64", "runtime.eval_every_epochs=1"), world=ALONE, start_step=10,
+        total_steps=110, steps_per_epoch=20, step=SimpleNamespace(ema=ema), sources={"val": range(300)},
+    )  # fmt: skip
+    assert start._time(run) == said
+
+
+@pytest.mark.parametrize(
     ("ratio", "overrides", "told"),
     [
         (3.0, ["precision=fp32"], "precision: a step takes 3 times as long as with precision=amp_bf16 on this CPU"),

@@ -351,6 +351,15 @@ def test_twenty_steps_read_step_by_step_give_the_same_bits(precision: str) -> No
     assert all(torch.equal(state[name], plain[name]) for name in plain)
 
 
+def test_the_numbers_of_a_network_are_means_over_the_steps() -> None:
+    metrics = TrainMetrics(CPU)
+    for value in (0.25, 1.0):
+        metrics.add_facts({"dropped": torch.tensor(value)})
+        metrics.add_step(torch.tensor(1.0))
+    assert metrics.read(ALONE)["facts"] == {"dropped": 0.625}
+    assert metrics.read(ALONE)["facts"] == {}
+
+
 def test_the_rank_that_waited_longest_for_data_counts() -> None:
     """The others wait for it, so that their own numbers hide what the step waits for."""
 
