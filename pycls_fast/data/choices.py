@@ -167,7 +167,7 @@ class Synthetic(Source, name="synthetic"):
 
 
 class Given(Source, name="given"):
-    """A torch `Dataset` of a Python program: `pycls_fast.train(data=dataset)`."""
+    """A `Dataset` of torch or of Hugging Face in a Python program: `pycls_fast.train(data=dataset)`."""
 
     needs_root = has_photographs = False
 
@@ -177,7 +177,8 @@ class Given(Source, name="given"):
     def open(self, root: str, how: Opening) -> dict[str, Images]:
         from pycls_fast.data.sources.arrays import open_given
 
-        return open_given(given("data.dataset", self.dataset, "use data.source=auto data.root=PATH"))
+        datasets = given("data.dataset", self.dataset, "use data.source=auto data.root=PATH")
+        return open_given(datasets, self.label_separator)
 
 
 class Augment(Section):

@@ -18,6 +18,7 @@ from pycls_fast.config import overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, long_name, notes
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.keys import CONFIGS, as_typed, quoted, text_override
+from pycls_fast.data.sources.hub import is_of_hugging_face
 from pycls_fast.errors import DONE, UserError, print_lines
 from pycls_fast.files import user_path
 from pycls_fast.inference.classifier import Classifier, Prediction, load
@@ -92,7 +93,7 @@ def train_net(
         overrides: as on the command line, e.g. `["model=vit_s16", "optim.lr=1e-3"]`.
         config_dir: a folder of your own experiments and groups, as `--config-dir`.
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
-            may be a torch `Dataset` (`DatasetImages`) or a dictionary of them ("train", "val"), `model` a torch
+            may be a `Dataset` of torch (`DatasetImages`) or Hugging Face, or a dictionary of them, `model` a torch
             module with a pretrained trunk (`models.external`), which is copied; `head="small"` keeps its head, too.
 
     Raises:
@@ -123,11 +124,11 @@ def _overrides(key: str, value: object, folders: Sequence[Path]) -> list[str]:
         outputs = [layer.out_features for layer in value.modules() if isinstance(layer, nn.Linear)][-1:]
         own += [f"{key}.num_classes={count}" for count in outputs]
         return [f"{key}=given", f"{key}.module={give(value)}", *own]
+    several = value.values() if isinstance(value, Mapping) else [value]
+    if any(isinstance(each, Dataset) or is_of_hugging_face(each) for each in several):
+        return [f"{key}.source=given", f"{key}.dataset={give(value)}"]
     if getattr(value, "shape", ()):
         raise UserError(f"{key}: must not be an array; give a list of numbers, or images as a torch Dataset")
-    several = value.values() if isinstance(value, Mapping) else [value]
-    if any(isinstance(each, Dataset) for each in several):
-        return [f"{key}.source=given", f"{key}.dataset={give(value)}"]
     if isinstance(value, Path):
         # Whatever its name looks like.
         return [f"{'data.root' if key == 'data' else key}={quoted(str(value))}"]

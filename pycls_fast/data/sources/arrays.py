@@ -16,10 +16,11 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Subset
 
-from pycls_fast.data.source import Opening, Source
+from pycls_fast.data.source import Files, Opening, Source
 from pycls_fast.data.sources.base import Images
-from pycls_fast.data.sources.files import labels_of, name_classes
+from pycls_fast.data.sources.files import SPLIT_OF, labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.data.sources.hub import is_of_hugging_face, open_split
 from pycls_fast.data.sources.index import CachePolicy
 from pycls_fast.data.to_rgb import DamagedImage, decode
 from pycls_fast.errors import UserError, first_few, refusing
@@ -296,7 +297,14 @@ def _labels(dataset: Any) -> np.ndarray:
     return labels
 
 
-def open_given(datasets: Any) -> dict[str, Images]:
-    """The sources of a dataset, which is split at random, or of several by the names of their splits."""
+def open_given(datasets: Any, label_separator: str | None) -> dict[str, Images]:
+    """The sources of a dataset, which is split at random, or of several by the names of their splits; those of Hugging
+    Face's `datasets` are read as from a file."""
     named = datasets if isinstance(datasets, Mapping) else {"all": datasets}
-    return {name: DatasetImages(dataset) for name, dataset in named.items()}
+    columns = Files.model_construct(source="hub", label_separator=label_separator)
+    return {
+        name: open_split("data", dataset, columns, None, is_test=SPLIT_OF.get(name) == "test")
+        if is_of_hugging_face(dataset)
+        else DatasetImages(dataset)
+        for name, dataset in named.items()
+    }

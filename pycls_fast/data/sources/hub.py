@@ -50,7 +50,7 @@ def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, 
             # Each split on its own: `datasets` wants the same columns in all, and a test split may have no labels.
             dataset = hf.load_dataset("parquet", data_files=[glob.escape(file) for file in files], split="train")
             where, is_test = f"{root} ({split})", split == "test"
-            opened[split] = _open_split(where, dataset, data, image_column, is_test=is_test, names=names)
+            opened[split] = open_split(where, dataset, data, image_column, is_test=is_test, names=names)
     return opened
 
 
@@ -81,7 +81,7 @@ def open_hub(name: str, data: Files, image_column: str | None, hub_config: str |
         for own, split in named.items():
             one_of(f"data.{own}", split, sorted(loaded))
             where, is_test = f"{name} ({split})", own == "test"
-            opened[own] = _open_split(where, loaded[split], data, image_column, is_test=is_test)
+            opened[own] = open_split(where, loaded[split], data, image_column, is_test=is_test)
     return opened
 
 
@@ -101,7 +101,7 @@ def _datasets(name: str) -> Iterator[Any]:
         raise UserError(f"data.root: {name} cannot be loaded by datasets ({type(reason).__name__}: {text})") from error
 
 
-def _open_split(
+def open_split(
     where: str,
     dataset: Any,
     data: Files,
@@ -129,6 +129,11 @@ def _open_split(
         # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
         images.read(0)
     return images
+
+
+def is_of_hugging_face(dataset: object) -> bool:
+    """Whether it is a `datasets.Dataset`, of which any row is read at once, without an import."""
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__")
 
 
 def _image_column(where: str, dataset: Any, wanted: str | None, kind: str) -> str:

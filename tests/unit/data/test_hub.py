@@ -11,6 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pycls_fast.data.sources.arrays import open_given
+from pycls_fast.inference.from_python import _overrides
 from tests.unit.data.layouts import (
     CLASSES,
     expected,
@@ -42,6 +44,16 @@ def test_parquet(tmp_path: Path) -> None:
     for index in (5, 0, 3, 1, 5):
         assert source.read(index) == CONTENT["train"][index].data
     assert source.name(8) == f"{root} (train)[8]"
+
+
+def test_a_dataset_of_a_program() -> None:
+    given = hub_datasets(CONTENT)
+    for split, source in open_given(given, None).items():
+        assert samples_of(source) == expected(CONTENT[{"validation": "val"}.get(split, split)])
+        assert source.classes == CLASSES
+    assert open_given(given["train"], None).keys() == {"all"}
+    for data in (given, given["train"]):
+        assert _overrides("data", data, [])[0] == "data.source=given"
 
 
 def test_a_row_without_an_image(tmp_path: Path) -> None:
