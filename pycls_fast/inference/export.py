@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pycls_fast.errors import DONE, UserError, one_of, refusing
+from pycls_fast.errors import DONE, UserError, one_of, refuse, refusing
 from pycls_fast.files import BEST, user_path
 from pycls_fast.inference.classifier import Classifier, load
+from pycls_fast.inference.predict import report_unreadable
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About, compare_with_file, drawn_images, quantize
 from pycls_fast.train.display import human
 from pycls_fast.train.folder import RunFolder
@@ -122,8 +123,13 @@ def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, im
 
 
 def _crops(classifier: Classifier, images: Sequence[str]) -> Tensor:
-    """Images as the network sees them, uint8 (N, 3, H, W), in an order that mixes classes."""
-    found = torch.cat([batch.images_BHWC for batch in classifier.batches(classifier.given(images))])
+    """Images as the network sees them, uint8 (N, 3, H, W), in an order that mixes classes, without unreadable ones."""
+    source, unreadable = classifier.given(images), list[tuple[str, str]]()
+    batches = list(classifier.batches(source, skip=lambda *one: unreadable.append(one)))
+    report_unreadable(unreadable, len(source))
+    if not batches:
+        refuse(["images: none can be read; give others"])
+    found = torch.cat([batch.images_BHWC for batch in batches])
     order_N = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
     return found[order_N].permute(0, 3, 1, 2).contiguous()
 

@@ -293,10 +293,15 @@ def test_int8_is_fitted_on_some_images_and_compared_on_others(
     drawn: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     onnx = pytest.importorskip("onnx")
-    file = tmp_path / "net.onnx"
+    file, damaged = tmp_path / "net.onnx", folder / "damaged.png"
+    damaged.touch()
     assert export(str(drawn), str(file), format="onnx", dtype="int8", images=[str(folder)]) == 0
     assert [record.name for record in caplog.records if record.name == "root"] == []
-    assert " of 2 images have the network's class (at least 80% have to), logits" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert " of 2 images have the network's class (at least 80% have to), logits" in said.out
+    assert "1 of 6 images could not be read" in said.err
+    with pytest.raises(UserError, match=r"^images: none can be read"):
+        export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", images=[str(damaged)])
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
     with pytest.raises(UserError, match=r"^images: dtype=int8"):
         export(str(drawn), str(tmp_path / "two.onnx"), format="onnx", dtype="int8")
