@@ -49,6 +49,7 @@ def predict(
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images, every))
+    output = None if output == "-" else output
     output = output or ("predictions.png" if format == "sheet" else None)
     path = None if output is None else output_file(output)
     classifier = load(run, which=which, device=device, precision=precision)

@@ -144,7 +144,7 @@ def test_rows_are_there_before_the_last_image(
 
 
 def test_the_table(run_dir: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_tool("predict", run_dir, bad, "topk=3") == 0
+    assert run_tool("predict", run_dir, bad, "topk=3", "output=-") == 0
     lines = capsys.readouterr().out.splitlines()
     (each, *_) = pycls_fast.load(run_dir).predict(bad / "0.png")
     (line,) = [line for line in lines if "/0.png" in line or "0.png " in line]
