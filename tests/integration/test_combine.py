@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, build_distillation
+from pycls_fast.train.saved_weights import open_weights, write_weights
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
@@ -120,8 +122,14 @@ def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path, capsys
     assert re.search(r"not scored: .*fold.* has another random split than .* images of split=val; use other", said)
     assert "top-1" not in said
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
-    with pytest.raises(UserError, match=r"^others: .* has other tensors or classes than"):
-        soup(config, [str(other.run_dir)], str(made), method="uniform", **how)
+    normalised = tmp_path / "normalised.safetensors"
+    opened = open_weights(b.best)
+    assert opened.config is not None
+    data = {**opened.config["data"], "mean": [0.1, 0.2, 0.3]}
+    write_weights(normalised, replace(opened, config={**opened.config, "data": data}), load_file(b.best))
+    for each in (other.run_dir, normalised):
+        with pytest.raises(UserError, match=r"^others: .* has other tensors, classes or means than"):
+            soup(config, [str(each)], str(made), method="uniform", **how)
     config = load_run_config(a.run_dir, [f"weights={a.run_dir}", "data.image_size=16"])
     with pytest.raises(UserError, match=r"^weights: .*: 1 tensors differ, the first is positions.value with shape"):
         soup(config, [str(b.run_dir)], str(made), method="uniform", **how)
