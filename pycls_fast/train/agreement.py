@@ -15,6 +15,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images, checksum
 from pycls_fast.errors import UserError, refuse
 from pycls_fast.parallel.world import World
+from pycls_fast.speed import Speed
 from pycls_fast.train.signals import Stopped
 
 T = TypeVar("T")
@@ -52,6 +53,12 @@ def check_same_settings(config: RunConfig, world: World) -> None:
     settings |= {"version of pycls_fast": __version__, "version of torch": str(torch.__version__)}
     different = _differences(settings, world)[:_MOST]
     refuse(f"{line}; start all ranks with the same command and versions" for line in different)
+
+
+def check_same_switches(switches: Speed, world: World) -> None:
+    """Refuse, on all ranks, switches that differ between ranks: what a preset chooses may be missing on a node."""
+    chosen = {f"speed.{key}": value for key, value in vars(switches).items()}
+    refuse(f"{line}; install what is missing, or give the key" for line in _differences(chosen, world)[:_MOST])
 
 
 def check_same_data(sources: Mapping[str, Images], world: World) -> None:

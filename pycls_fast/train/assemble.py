@@ -27,7 +27,7 @@ from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.world import World
 from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
-from pycls_fast.train.agreement import check_same_data
+from pycls_fast.train.agreement import check_same_data, check_same_switches
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.distill import build_distillation
@@ -46,6 +46,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     """Build every part; each needs the ones before it. A checkpoint to resume from takes the place of `weights`."""
     config = before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
+    check_same_switches(switches, world)
     build.set_backend(config, world.device, switches)
     # A batch that cannot be divided is refused before the data is opened, which may take long.
     build.microbatch_size(config, world)

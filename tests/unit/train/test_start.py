@@ -22,8 +22,9 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.race import Race
+from pycls_fast.speed import Speed
 from pycls_fast.train import resume, start
-from pycls_fast.train.agreement import check_same_settings
+from pycls_fast.train.agreement import check_same_settings, check_same_switches
 from pycls_fast.train.display import Display, plain_table, wide_console
 from pycls_fast.train.resolving import as_saved
 from pycls_fast.train.resume import _check_resumable, _print_changes
@@ -214,6 +215,14 @@ def test_only_paths_may_differ_between_nodes(key: str, same: bool) -> None:
         config = config_of(f"{key}={'/node' if same else ''}{value}")
         with nullcontext() if same or not gathered else pytest.raises(UserError, match="seed: 2 on rank 1"):
             check_same_settings(config, world)
+
+
+def test_a_node_without_the_fast_decoder_is_told() -> None:
+    gathered: list[Any] = []
+    world: Any = SimpleNamespace(gather=lambda value: gathered.append(value) or gathered)
+    check_same_switches(Speed(decode="region"), world)
+    with pytest.raises(UserError, match=r"speed\.decode: pillow on rank 1 .*, but region on rank 0 .*; install what"):
+        check_same_switches(Speed(decode="pillow"), world)
 
 
 @pytest.mark.parametrize(
