@@ -181,6 +181,7 @@ def _of_header(path: Path, texts: Mapping[str, str], **known: Any) -> Weights:
         step if type(step) is int else None,
         classes=tuple(classes) if has_names else None,
         config=our_config(texts),
+        train_names=texts.get("train_names"),
         **known,
     )
 
@@ -192,6 +193,8 @@ def _json_or_none(text: str) -> Any:
         return None
 
 
+SEVERAL_SPLITS = "several"
+"""`Weights.train_names` of weights that are made of others, which were trained on different images."""
 NOT_PUBLISHED = (*PATHS, "imports", "resume", "trackers", "callbacks", "distill")
 """Left out of a file of weights, which is for other machines and people, and imports nothing."""
 
@@ -260,6 +263,7 @@ def about_weights(weights: Weights) -> dict[str, str]:
         "weights": weights.kind,
         "step": weights.step,
         "classes": weights.classes,
+        "train_names": weights.train_names,
         "versions": versions(),
         "format": "pt",
     }

@@ -27,6 +27,7 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, build_distillation
 from pycls_fast.train.saved_weights import open_weights, write_weights
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
+from pycls_fast.train.tasks.score import score
 from tests.factories import load_run_config
 from tests.integration.runs import TINY, command, records, run_process, under_torchrun
 
@@ -121,6 +122,13 @@ def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path, capsys
     said = capsys.readouterr().out
     assert re.search(r"not scored: .*fold.* has another random split than .* images of split=val; use other", said)
     assert "top-1" not in said
+    # Files say it as runs do, and a soup that it is of several splits.
+    names = [open_weights(each).train_names for each in (a.best, a.run_dir, b.best, fold.best, made)]
+    assert names[0] == names[1] == names[2]
+    assert names[0] != names[3]
+    assert names[4] == "several"
+    assert score(load_run_config(a.run_dir, [f"weights={made}"]), "val", None) == 0
+    assert "the random split is not the one that" in capsys.readouterr().out
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
     normalised = tmp_path / "normalised.safetensors"
     opened = open_weights(b.best)

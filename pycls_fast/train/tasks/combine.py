@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from scipy import optimize
@@ -18,7 +19,7 @@ from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
 from pycls_fast.train.checkpoint import check_shapes
 from pycls_fast.train.load_weights import check_same_model
-from pycls_fast.train.saved_weights import Weights, check_output, open_weights, write_weights
+from pycls_fast.train.saved_weights import SEVERAL_SPLITS, Weights, check_output, open_weights, write_weights
 from pycls_fast.train.tasks.score import scored_split, set_up
 
 # Natural logarithms of the lowest and the highest temperature.
@@ -188,6 +189,9 @@ def soup(
         elif method == "uniform":
             top1(kept)
         if setup.world.is_main:
-            write_weights(path, found[0], mean_weights(kept))
+            # A soup of several splits has seen images of both sides of each.
+            splits = {each.train_names for each in kept}
+            mixed = replace(found[0], train_names=splits.pop() if len(splits) == 1 else SEVERAL_SPLITS)
+            write_weights(path, mixed, mean_weights(kept))
             setup.display.note(f"{path}: the mean of {len(kept)} of {len(found)}")
     return DONE

@@ -33,7 +33,7 @@ from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
 from pycls_fast.train.resolving import after_data, pin_weights, timm_name, with_precision
-from pycls_fast.train.saved_weights import Weights, open_weights
+from pycls_fast.train.saved_weights import SEVERAL_SPLITS, Weights, open_weights
 
 # Classes that are printed.
 _CLASSES = 20
@@ -212,7 +212,7 @@ def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | 
     names = setup.weights.train_names
     if not sources[split].drawn or (names is not None and names == sources["train"].names_id()):
         return None
-    if not is_own:
+    if not is_own and names != SEVERAL_SPLITS:
         total = sum(len(source) for source in sources.values())
         return (
             f"data.root: split at random, so {len(sources[split]):,} of its {total:,} images are scored; split=all "
