@@ -168,7 +168,7 @@ class TimmModel(Model, name="timm"):
 
     name: Text
     """timm's name of the model, such as convnext_tiny."""
-    options: dict[str, bool | int | float | str | None] = Field(default={})
+    options: dict[str, bool | int | float | str | tuple[int, ...] | None] = Field(default={})
     """Arguments of timm's constructor, under its names."""
 
     @field_validator("options")

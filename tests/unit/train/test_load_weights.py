@@ -23,7 +23,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
-from pycls_fast.models.export_formats import timm_form
+from pycls_fast.models.export_formats import About, timm_form, to_timm
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained import to_timm_vit
 from pycls_fast.models.vit import VisionTransformer
@@ -34,8 +34,8 @@ from pycls_fast.train.assemble import _load_initial
 from pycls_fast.train.display import Display
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
-from pycls_fast.train.saved_weights import find_weights
-from tests.factories import config_of, small_vit
+from pycls_fast.train.saved_weights import Weights, about_weights, find_weights, preprocessing
+from tests.factories import config_of, randomise, small_vit
 
 
 def vit(classes: int) -> VisionTransformer:
@@ -289,6 +289,27 @@ def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monk
             for classes in (("cat", "dog"), ("dog", "cat"))
         ]
         assert [list(each.fresh) for each in fitted] == [[], ["network.head.weight", "network.head.bias"]]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model=resnet18", "model.stem=deep", "model.shortcut=pool"),
+        ("model=vit_s16", "model.patch_size=8", "model.width=24", "model.depth=1", "model.heads=3"),
+    ],
+)
+def test_a_folder_for_timm_is_read_again(model: tuple[str, ...], tmp_path: Path) -> None:
+    """With the arguments that timm's model needs, of which one of a ResNet is a list."""
+    config = config_of(*model, "data.image_size=32", "augment.eval_crop_ratio=1.0")
+    network = randomise(build.model(config, 2, Speed())).float().eval()
+    values = config.model_dump(mode="json")
+    weights = Weights(tmp_path, classes=AB, config=values)
+    to_timm(network, tmp_path / "made", About(AB, preprocessing(values), about_weights(weights)))
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    classifier = pycls_fast.load(tmp_path / "made")
+    batch = next(classifier.batches(classifier.given([image])))
+    with torch.no_grad():
+        torch.testing.assert_close(classifier.logits([image]), network(classifier.inputs(batch)), atol=1e-4, rtol=1e-4)
 
 
 def test_a_file_in_place_of_timms_weights_is_known_by_their_name(
