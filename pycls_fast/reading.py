@@ -239,6 +239,7 @@ class _Eval(_Record):
     count: PositiveInt
     loss: float | None
     top1: float | None
+    top1_standard_error: float | None = None
     top5: float | None = None
     class_top1: float | None = None
     class_top1_standard_error: float | None = None

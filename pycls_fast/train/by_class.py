@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,9 +52,9 @@ def class_scores(predictions: Predictions, classes: Sequence[str]) -> dict[str, 
 def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
     """The values of `classes.json` where images have several labels, all in percent.
 
-    `map` is the mean of the classes' average precisions (the area under the curve of precision and recall), `f1` that
-    of their F1 with the classes of a probability over 0.5, without classes that have no images. `top1` of a class
-    is its recall there, and `class_top1` the mean. `calibration_error` is that of the probabilities of all classes.
+    `map` is the mean of the classes' average precisions (the area under the curve of precision and recall), `f1` and
+    `recall` those of their F1 and recall (`top1` of a class) with the classes of a probability over 0.5, without
+    classes that have no images. `calibration_error` is that of the probabilities of all classes.
     None if scores are not finite.
     """
     from sklearn.metrics import average_precision_score
@@ -67,7 +68,7 @@ def set_scores(result: Evaluation, source: Images) -> dict[str, Any]:
             row |= {"top1": None, "precision": None, "f1": None}
         elif row["images"]:
             row["average_precision"] = 100 * float(average_precision_score(true_NK[:, k], scores_NK[:, k]))
-    names = {"class_top1": "top1", "map": "average_precision", "f1": "f1"}
+    names = {"recall": "top1", "map": "average_precision", "f1": "f1"}
     error = probability_error(sigmoid(scores_NK), true_NK) if finite else None
     return {name: _mean(rows, key) for name, key in names.items()} | {"calibration_error": error, "classes": rows}
 
@@ -81,25 +82,27 @@ def of_sets(result: Evaluation, source: Images) -> tuple[np.ndarray, np.ndarray]
     return true_NK, result.scores_NK[:, : true_NK.shape[1]]
 
 
-def share_error(percent: float, images: int) -> float:
-    """The standard error, in percent, of an accuracy in percent on so many images."""
-    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
-    share = (percent / 100 * images + 1) / (images + 2)
-    return 100 * math.sqrt(share * (1 - share) / images)
-
-
-def mean_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The standard errors of `class_top1` and `map`, in percent, from the rows of `classes.json`.
+def standard_errors(result: Evaluation, by_class: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `top1`, and of `class_top1` and `map` as far as the values of `classes.json` have them, in percent.
 
     That of an average precision is taken for that of a share of the class's images (Boyd, Eng and Page, Area under the
     Precision-Recall Curve: Point Estimates and Confidence Intervals, 2013).
     """
-    errors = {}
+    # Without images that have no label.
+    labelled = int((result.predictions.labels_N >= 0).sum())
+    errors = {"top1_standard_error": _share_error(result.top1, labelled)} if labelled else {}
     for mean, name in (("class_top1", "top1"), ("map", "average_precision")):
-        of_classes = [share_error(row[name], row["images"]) for row in rows if row.get(name) is not None]
-        if of_classes:
-            errors[f"{mean}_standard_error"] = math.hypot(*of_classes) / len(of_classes)
+        if by_class.get(mean) is not None:
+            shares = [(row[name], row["images"]) for row in by_class["classes"] if row[name] is not None]
+            errors[f"{mean}_standard_error"] = math.hypot(*starmap(_share_error, shares)) / len(shares)
     return errors
+
+
+def _share_error(percent: float, images: int) -> float:
+    """The standard error, in percent, of an accuracy in percent on so many images."""
+    # One right and one wrong image more (Laplace): of few images that are all right, the error is not 0.
+    share = (percent / 100 * images + 1) / (images + 2)
+    return 100 * math.sqrt(share * (1 - share) / images)
 
 
 def sigmoid(scores_NK: np.ndarray) -> np.ndarray:

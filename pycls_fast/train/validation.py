@@ -11,7 +11,7 @@ from pycls_fast import build
 from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.files import checkpoints, step_of
 from pycls_fast.train import saving
-from pycls_fast.train.by_class import class_scores, mean_errors, set_scores, share_error
+from pycls_fast.train.by_class import class_scores, set_scores, standard_errors
 from pycls_fast.train.display import epochs
 from pycls_fast.train.evaluate import Evaluation, evaluate
 from pycls_fast.train.folder import writing
@@ -41,10 +41,7 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]], metric: str, toler
     best = scores.index(min(scores))
     if tolerance == 0.0 or metric == "loss" or math.isinf(scores[best]):
         return best
-    record = evaluations[best]
-    of_classes = record.get(f"{metric}_standard_error") or 0.0
-    error = share_error(-scores[best], record["count"]) if metric == "top1" else of_classes
-    worst = scores[best] + tolerance * error
+    worst = scores[best] + tolerance * (evaluations[best].get(f"{metric}_standard_error") or 0.0)
     return max(index for index, score in enumerate(scores) if score <= worst)
 
 
@@ -134,9 +131,9 @@ class Evaluations:
         several = source.label_sets is not None
         by_class = set_scores(result, source) if several else class_scores(result.predictions, run.classes)
         run.folder.write_json("classes.json", by_class)
-        names = ("class_top1", "map", "f1") if several else ("class_top1",)
-        numbers = {**result.record(), **{name: by_class[name] for name in names}, **mean_errors(by_class["classes"])}
-        record = run.add_record("eval", done, split="val", weights=weights, **numbers)
+        names = ("recall", "map", "f1") if several else ("class_top1",)
+        means, errors = {name: by_class[name] for name in names}, standard_errors(result, by_class)
+        record = run.add_record("eval", done, split="val", weights=weights, **result.record(), **means, **errors)
         run.display.evaluation(record)
         self.observers.add(record)
 

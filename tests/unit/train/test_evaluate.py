@@ -30,7 +30,7 @@ from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train import pictures as drawing
-from pycls_fast.train.by_class import class_scores, confusion, mean_errors, roc_auc, set_scores
+from pycls_fast.train.by_class import class_scores, confusion, roc_auc, set_scores, standard_errors
 from pycls_fast.train.display import Display, scores_text
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
@@ -371,14 +371,16 @@ def test_the_first_of_the_best() -> None:
 
 
 def test_the_last_within_a_standard_error() -> None:
-    """Of 64 images at 80% that is 5 points."""
-    tops = [74.0, 70.0, 80.0, 74.9, 75.1, 74.5]
-    records = [{"top1": top1, "loss": step, "count": 64, "step": step} for step, top1 in enumerate(tops, start=1)]
+    """Of 64 images at 80% that is 5 points; images without a label, which are not right or wrong, do not count."""
+    tops, labels = [74.0, 70.0, 80.0, 74.9, 75.1, 74.5], [0] * 64 + [-1] * 100
+    found = standard_errors(Evaluation(80.0, 100.0, 1.0, 164, predictions(labels, [0] * 164)), {})
+    assert found == {"top1_standard_error": pytest.approx(5.0, abs=0.1)}
+    records = [{"top1": top1, "loss": step, **found} for step, top1 in enumerate(tops, start=1)]
     assert best_evaluation(records, "top1") == 2
     assert best_evaluation(records, "top1", 1.0) == 4
     assert best_evaluation(records, "top1", 1.2) == 5
     assert best_evaluation(records, "loss", 1.0) == 0
-    assert best_evaluation([{**records[0], "count": 10**9}, *records[1:]], "top1", 0.5) == 2
+    assert best_evaluation([*records[:2], {**records[2], "top1_standard_error": 0.0}, *records[3:]], "top1", 2.0) == 2
 
 
 def test_the_standard_error_of_a_mean_over_classes() -> None:
@@ -386,9 +388,10 @@ def test_the_standard_error_of_a_mean_over_classes() -> None:
     random, images_K, share_K = np.random.default_rng(0), np.array([3, 400, 60]), np.array([0.5, 0.9, 0.7])
     means = (random.binomial(images_K, share_K, size=(20_000, 3)) / images_K).mean(1)
     rows = [{"images": n, "top1": 100 * share} for n, share in zip(images_K.tolist(), share_K.tolist(), strict=True)]
-    error = mean_errors([*rows, {"images": 0, "top1": None}])["class_top1_standard_error"]
+    by_class = {"class_top1": 70.0, "classes": [*rows, {"images": 0, "top1": None}]}
+    error = standard_errors(Evaluation(0.0, 0.0, 1.0, 0, predictions([], [])), by_class)["class_top1_standard_error"]
     assert error == pytest.approx(100 * means.std(), rel=0.02)
-    records = [{"class_top1": 70.0 - step, "count": 463, "class_top1_standard_error": error} for step in range(20)]
+    records = [{"class_top1": 70.0 - step, "class_top1_standard_error": error} for step in range(20)]
     assert best_evaluation(records, "class_top1", 1.0) == int(error)
 
 
