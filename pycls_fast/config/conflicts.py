@@ -329,6 +329,7 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     (SEVERAL, SOFTMAX, "an image may be of several classes", "loss=bce or loss=asymmetric"),
     (SEVERAL, "data.sampling!=uniform", "an image counts for several classes", "data.sampling=uniform"),
     ("schedule.best_metric=map", ONE_LABEL, "it is for images with several labels", "schedule.best_metric=top1"),
+    ("schedule.best_metric=class_top1", SEVERAL, "it is for images with one label", "schedule.best_metric=map"),
     ("distill.teacher!=null", "loss.name=bce|asymmetric", "the teacher's target is that of a softmax",
      "loss.name=cross_entropy or distill.teacher=null"),
     ("distill.teacher!=null", "data.image_size_schedule!=[]", "the teacher is built for one size of images",

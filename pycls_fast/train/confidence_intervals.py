@@ -96,7 +96,7 @@ class Resampler:
             each.astype(np.float32) @ drawn_NR for each in (self._true, self._right, self._guessed)
         )
         found = {
-            "class_top1": _mean(100 * right_KR, images_KR),
+            "recall" if self._several_labels else "class_top1": _mean(100 * right_KR, images_KR),
             "f1": _mean(200 * right_KR, (images_KR + guessed_KR) * (images_KR > 0)),
             "calibration_error": np.abs(self._gaps @ drawn_NR).sum(0) / np.maximum(self._judged_N @ drawn_NR, 1),
         }

@@ -44,6 +44,7 @@ SCORES = {
     "top1": ("top-1", "{:.2f}%"),
     "top5": ("top-5", "{:.2f}%"),
     "class_top1": ("balanced accuracy", "{:.2f}%"),
+    "recall": ("recall, mean of the classes", "{:.2f}%"),
     "f1": ("F1, mean of the classes", "{:.2f}%"),
     "auc": ("ROC AUC, mean of the classes", "{:.4f}"),
     "calibration_error": ("calibration error", "{:.4f}"),

@@ -80,7 +80,7 @@ def test_weights_do_the_same_where_images_have_several_labels() -> None:
     source = source_of(np.arange(50), sets)
     (drawn_NR,) = draws(50, 25)
     found = Resampler(result, source).scores(drawn_NR)
-    assert set(found) == {"class_top1", "f1", "map", "calibration_error"}
+    assert set(found) == {"recall", "f1", "map", "calibration_error"}
     for number, drawn_N in enumerate(drawn_NR.T):
         expected = set_scores(taken(result, np.repeat(np.arange(50), drawn_N.astype(int))), source)
         for name, values_R in found.items():
