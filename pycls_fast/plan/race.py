@@ -116,8 +116,8 @@ def _measure(config: RunConfig) -> Race:
     before = torch.get_num_threads()
     threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
     try:
-        # Before the formats: beside another process, times with too many threads say nothing.
-        threads = _number_of_threads(products, threads) if free else threads
+        # Before the formats, also if the number is set: beside another process, times with too many threads say nothing.
+        threads = _number_of_threads(products, threads)
         torch.set_num_threads(threads)
         # One thread's own time, which other work on its core does not lengthen; several wait for each other.
         clock = time.thread_time if threads == 1 else time.perf_counter

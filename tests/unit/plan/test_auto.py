@@ -193,16 +193,19 @@ def test_other_work_during_a_pass_does_not_choose_the_format(monkeypatch: pytest
     assert race(config_of("precision=auto")).format == "fp32"
 
 
-def test_one_thread_races_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest products take a few milliseconds: one that another process interrupts seems hopeless."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_thread_races_by_its_own_time(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """The largest products take a few milliseconds: one that another process interrupts seems hopeless. Of two threads
+    that are set, one races if the cores are busy."""
 
     def seconds(layer: Any, inputs: Any, form: str, clock: Any) -> float:
         interrupted = form == "fp32" and clock is time.perf_counter
-        return (1.0 if form == "fp32" else 2.0) * (12.0 if interrupted else 1.0)
+        slower = 5.0 if torch.get_num_threads() > 1 else 1.0
+        return slower * (1.0 if form == "fp32" else 2.0) * (12.0 if interrupted else 1.0)
 
     monkeypatch.setattr(module, "_pass", seconds)
-    found = race(config_of("precision=auto", "runtime.threads=1"))
-    assert (found.format, found.ratio) == ("fp32", 0.5)
+    found = race(config_of("precision=auto", f"runtime.threads={threads}"))
+    assert (found.format, found.ratio, found.threads) == ("fp32", 0.5, None)
 
 
 @pytest.mark.parametrize("training", [True, False])
