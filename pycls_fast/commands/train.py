@@ -176,8 +176,8 @@ class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subco
     """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
 
     Which layouts of the ranks fit into memory, and how fast they are, the best first: data and sharding, microbatches,
-    recomputation. Computes nothing and needs no GPU. docs/plan.md says what is counted, docs/results/plan.md how far
-    predictions were from measurements.
+    recomputation. Computes nothing and needs no GPU; without `model.num_classes` there are 1,000. docs/plan.md says
+    what is counted, docs/results/plan.md how far predictions were from measurements.
 
         pycls-fast plan --config-name vit_h16 cluster=h100x64 price=2.5 output=plans
         pycls-fast plan calibrate [output=here.yaml]

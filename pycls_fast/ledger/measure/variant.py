@@ -80,6 +80,8 @@ class TimedVariant:
             # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
             # somewhere, and the record says from where.
             shared = config.data.model_dump(exclude={"source", *config.data.own()})
+            if config.model.num_classes is not None:
+                shared["synthetic_classes"] = config.model.num_classes
             config = config.model_copy(update={"data": Synthetic(**shared)})
         config = with_precision(config, world)
         switches = build.switches(config, world.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pycls_fast import build
+from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import device, stages, timing, workloads
 from pycls_fast.ledger.measure.variant import TimedVariant, part_record, speed_comparison, turn_length
 from pycls_fast.ledger.measure.workloads import LoaderPart, Part, PartName, StepRange, Turn, slowest, synthetic_batch
@@ -224,6 +225,12 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
     assert timed >= ahead
     assert len(taken) - timed > ahead
     assert made[0] - len(taken) >= ahead
+
+
+def test_without_data_there_are_as_many_classes_as_the_model_is_given() -> None:
+    overrides = ["data=auto", "data.root=null", "model.num_classes=5", "precision=fp32"]
+    config = load_config("vit_digits", overrides, needs_data=False)
+    assert TimedVariant("x", config, (), ALONE, StepRange(), [], None).classes == 5
 
 
 def test_workers_beyond_the_cores_only_read() -> None:
