@@ -118,7 +118,8 @@ def _with_usage(verb: type[Verb]) -> Iterator[None]:
     except UserError as error:
         usage = (verb.__doc__ or "").partition("`")[2].partition("`")[0]
         if not usage or not any(
-            re.match(r"[\w.]+: (missing|not set|none were given|.* at least 1 item)", line) for line in error.lines
+            re.match(r"[\w.]+: (missing.*command line|not set|none were given|.* at least 1 item)", line)
+            for line in error.lines
         ):
             raise
         example = f", for example {verb.example}" if verb.example else ""

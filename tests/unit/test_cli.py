@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from pycls_fast import __version__
-from pycls_fast.cli import VERBS, main
+from pycls_fast.cli import VERBS, find_verb, main
 from pycls_fast.config.compose import load_config
+from pycls_fast.config.launch import _with_usage
+from pycls_fast.errors import UserError
 from tests.conftest import Typed
 
 
@@ -59,6 +61,13 @@ def test_a_missing_value_is_answered_with_the_usage(typed: Typed, words: str) ->
     last = err.splitlines()[-1]
     assert last.startswith(f"error: the command is pycls-fast {verb} ")
     assert last.endswith(f", for example pycls-fast {verb} {VERBS[verb][1]}")
+
+
+def test_the_usage_does_not_answer_what_a_file_lacks() -> None:
+    line = "optim.lr: missing; set it with optim.lr=VALUE (runs/a/config.yaml)"
+    with pytest.raises(UserError) as refused, _with_usage(find_verb("predict")):
+        raise UserError(line)
+    assert refused.value.lines == (line,)
 
 
 @pytest.mark.parametrize(
