@@ -11,7 +11,7 @@ _DIMENSIONS = ("pipeline", "replicate", "shard", "tensor", "expert")
 # Resets the settings that a layout decides.
 UNDIVIDED = {
     "name": "auto", "shard_degree": None, "replicate_degree": None,
-    "tensor_degree": 1, "expert_degree": 1, "pipeline_degree": 1,
+    "tensor_degree": 1, "expert_degree": 1, "pipeline_degree": 1, "pipeline_schedule": "1f1b",
 }  # fmt: skip
 
 

@@ -116,6 +116,13 @@ def test_ways_of_recomputing_and_precisions_are_tried(search: Search) -> None:
     assert off.memory > selective.memory > full.memory
 
 
+def test_a_schedule_of_pipelines_rules_out_no_other_layout() -> None:
+    """Each pipeline has its own."""
+    searches = (config_of(*VIT), config_of(*VIT, "parallel.pipeline_schedule=zbv"))
+    found = [list(Search(config, clusters.cluster("h100x2"), 10).layouts()) for config in searches]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("rtx3090", 1), ("rtx4090", 16), ("h100", 1), ("a100", 3584)])
 def test_a_cluster_is_a_name_and_a_number(name: str, ranks: int) -> None:
     found = clusters.cluster(name if ranks == 1 else f"{name}x{ranks}", 40e9)
