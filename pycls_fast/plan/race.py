@@ -116,7 +116,7 @@ def _measure(config: RunConfig) -> Race:
     before = torch.get_num_threads()
     threads = min(before, cores_per_rank()) if free else config.runtime.threads or before
     try:
-        # Before the formats, also if the number is set: beside another process, times with too many threads say nothing.
+        # Before the formats, also if the number is set: beside another process, times with too many say nothing.
         threads = _number_of_threads(products, threads)
         torch.set_num_threads(threads)
         # One thread's own time, which other work on its core does not lengthen; several wait for each other.
