@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pycls_fast.errors import DONE, UserError, refuse
+from pycls_fast.errors import DONE, UserError, print_lines, refuse
 from pycls_fast.files import user_path
 from pycls_fast.ledger.report.effects import Effect
 from pycls_fast.ledger.report.record import Record, Timing, VariantRecord, read_record
@@ -50,6 +50,7 @@ def check(baseline: str, new: str, *, tolerance: float, absolute: bool) -> int:
         if record.unfinished
     )
     changes = compare_ledgers(before, now, tolerance=tolerance, absolute=absolute)
+    print_lines("note", _other_settings(before, now))
     wide_console().print(plain_table([change.row for change in changes], no_wrap=True))
     return 1 if any(change.lost for change in changes) else DONE
 
@@ -71,6 +72,18 @@ def compare_ledgers(before: Record, now: Record, *, tolerance: float, absolute: 
     if not changes:
         raise UserError("check: nothing to compare: the baseline has no timing and no training; give a finished one")
     return changes
+
+
+def _other_settings(before: Record, now: Record) -> Iterator[str]:
+    """What was typed otherwise for the experiment, or is otherwise in a variant of both, and is compared as well."""
+    old, new = (
+        {"the experiment": record.base}
+        | {each.name: list(each.overrides) for each in (record.ladder.baseline, *record.ladder.variants)}
+        for record in (before, now)
+    )
+    for name in old:
+        if new.get(name, old[name]) != old[name]:
+            yield f"{name} was {' '.join(old[name]) or '(no override)'}, now {' '.join(new[name]) or '(no override)'}"
 
 
 def _tested(found: Iterable[Change]) -> list[Change]:

@@ -106,6 +106,17 @@ def test_the_status_says_whether_something_was_lost(
     assert ("it burns [here]" in shown) == (name == "broken")
 
 
+def test_other_overrides_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An experiment's own folders may have moved; the user knows what matters."""
+    files = [tmp_path / "before.json", tmp_path / "now.json"]
+    for file, rate in zip(files, ("1", "2"), strict=True):
+        other = changed(put("base", ["--config-name", "x", f"optim.lr={rate}"]))
+        file.write_text(other.model_dump_json())
+    assert check(*map(str, files), tolerance=0.05, absolute=True) == 0
+    told = "note: the experiment was --config-name x optim.lr=1, now --config-name x optim.lr=2\n"
+    assert capsys.readouterr().err == told
+
+
 def lost(before: Record, now: Record, tolerance: float = 0.05, **named: Any) -> list[str]:
     return [each.variant for each in compare_ledgers(before, now, tolerance=tolerance, **named) if each.lost]
 
