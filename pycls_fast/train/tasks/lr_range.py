@@ -27,6 +27,8 @@ from pycls_fast.train.out_of_memory import enough_to_score, enough_to_train
 _SMOOTHING = 0.9
 # A smoothed loss above this multiple of its minimum does not recover.
 _BLOWN_UP = 4.0
+# The picture shows losses up to this multiple of the first.
+_SHOWN = 1.5
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,10 @@ def _draw(path: Path, title: str, result: LrRange, rates: Sequence[float], losse
     finite = [loss for loss in losses if math.isfinite(loss)]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(rates[: len(finite)], finite, linewidth=0.8, alpha=0.4, label="loss of a step")
-    axes.plot(rates[: len(finite)], smooth(finite), linewidth=1.6, label="smoothed")
+    # The last steps' may be so much higher that nothing else would be seen.
+    most = max(finite[:1], default=0.0) * _SHOWN
+    axes.plot(rates[: len(finite)], np.minimum(finite, most), linewidth=0.8, alpha=0.4, label="loss of a step")
+    axes.plot(rates[: len(finite)], np.minimum(smooth(finite), most), linewidth=1.6, label="smoothed")
     for value, name, style in ((result.suggested, "falls fastest", "--"), (result.diverges, "diverges", ":")):
         if value is not None:
             axes.axvline(value, linestyle=style, color="black", linewidth=1.0, label=f"{name}: {value:.1e}")

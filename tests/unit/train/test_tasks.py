@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from sklearn.neighbors import KNeighborsClassifier
 
 import pycls_fast
@@ -140,6 +141,17 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
     assert interpret(RATES[:1], [math.inf]).suggested is None
     scatter = np.random.default_rng(0).normal(1.0, 0.1, len(RATES))
     assert interpret(RATES, list(scatter)).suggested is None
+
+
+def test_the_last_losses_do_not_flatten_the_picture_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **how: drawn.append(self) or Path(file).touch())
+    losses = [curve(rate) for rate in RATES]
+    lr_range._draw(tmp_path / "x.png", "x", interpret(RATES, losses), RATES, losses)
+    assert max(losses) > 10_000
+    assert drawn[0].axes[0].get_ylim()[1] < 4
 
 
 @pytest.mark.slow
