@@ -208,7 +208,7 @@ class LedgerVerb(
         from pycls_fast.config.launch import config_folders, same_command
         from pycls_fast.ledger.ladder.folder import default_folder
         from pycls_fast.ledger.ladder.plan import pick
-        from pycls_fast.ledger.ladder.run import run_ladder
+        from pycls_fast.ledger.ladder.run import Experiment, run_ladder
 
         asks = self.ladder == "auto" and bool(self.switches)
         name = {"auto": "switches" if asks else "modern"}.get(self.ladder, self.ladder)
@@ -223,18 +223,9 @@ class LedgerVerb(
         ladder = pick(ladder, self.switches)
         if asks and all(composed(each.overrides) == composed(()) for each in ladder.variants):
             raise UserError("switches: the experiment has them already; add what to compare with: speed=reference")
-        output = self.output or default_folder(config.config_name, name, mode, self.switches)
-        return run_ladder(
-            config,
-            ladder,
-            settings,
-            base=same_command(options=type(self)),
-            compose=composed,
-            folder=user_path(output),
-            dry_run=self.dry_run,
-            configs=config_folders(),
-            accept_code=self.accept_code,
-        )
+        output = user_path(self.output or default_folder(config.config_name, name, mode, self.switches))
+        experiment = Experiment(config, *same_command(options=type(self)), composed, config_folders())
+        return run_ladder(experiment, ladder, settings, output, dry_run=self.dry_run, accept_code=self.accept_code)
 
 
 class RunsVerb(Verb, default=None, words=("folders",)):

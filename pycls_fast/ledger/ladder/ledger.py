@@ -24,6 +24,7 @@ from pycls_fast.ledger.ladder.plan import (
     families,
     find_factors,
     merged,
+    pairs_of,
     tree_path,
     with_parents,
 )
@@ -206,8 +207,7 @@ class Ledger:
         """The most trainings that the plan may take, as far as it is known."""
         if self.trainings is not None:
             return len(self.trainings.planned())
-        pairs = [pair for group in self.families() for family in group for pair in family.pairs]
-        return len({(pair.seed, on) for pair in pairs for on in pair.on})
+        return len({(pair.seed, on) for pair in pairs_of(self.families()) for on in pair.on})
 
     def families(self) -> list[list[Family]]:
         """The families of trainings, if there are any, as far as it is known what can be combined."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -92,7 +92,7 @@ def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept.values())
 
 
-def plan(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> list[Variant]:
+def timed_variants(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> list[Variant]:
     """The variants that are timed, after the reference, in the order of the ladder.
 
     Args:
@@ -134,7 +134,7 @@ class Selection:
 
     def variants(self) -> list[Variant]:
         """The variants, given what is known so far about which can run here."""
-        return plan(self._ladder, self._mode, impossible=self._excluded)
+        return timed_variants(self._ladder, self._mode, impossible=self._excluded)
 
     def runnable(self) -> list[Variant]:
         return [variant for variant in self.variants() if variant.name not in self.out]
@@ -288,6 +288,10 @@ def families(ladder: Ladder, factors: Factors, runs_at_most: int | None, first_s
         pairs = tuple(PlannedPair(first_seed + i, pair) for i in range(count))
         alone.append(Family((name,), pairs, min(count, _PILOT)))
     return [*found, alone] if alone else found
+
+
+def pairs_of(groups: Iterable[Sequence[Family]]) -> list[PlannedPair]:
+    return [pair for family in chain(*groups) for pair in family.pairs]
 
 
 def check_runs(groups: Sequence[Sequence[Family]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,36 +29,43 @@ from pycls_fast.train.saved_weights import find_weights
 from pycls_fast.train.signals import stop_requests
 
 
+@dataclass(frozen=True)
+class Experiment:
+    """What the variants of a ladder are changes to.
+
+    Attributes:
+        config: as the command has composed it.
+        flags, typed: options and overrides that make it, for every tool.
+        compose: composes it with the overrides of a variant.
+        configs: folders of configurations, which are part of the code.
+    """
+
+    config: RunConfig
+    flags: Sequence[str]
+    typed: Sequence[str]
+    compose: Callable[[Sequence[str]], RunConfig]
+    configs: Sequence[Path] = ()
+
+
 def run_ladder(
-    config: RunConfig,
+    experiment: Experiment,
     ladder: Ladder,
     settings: LadderSettings,
-    *,
-    base: tuple[Sequence[str], Sequence[str]],
-    compose: Callable[[Sequence[str]], RunConfig],
     folder: Path,
+    *,
     dry_run: bool,
-    configs: Sequence[Path] = (),
     accept_code: bool = False,
 ) -> int:
-    """Run a ladder, or with `dry_run` only print its variants and an estimate of the time; returns the exit status.
-
-    Args:
-        base: options and overrides of the experiment, for every tool.
-        compose: composes the experiment with the overrides of a variant.
-        configs: folders of configurations, which are part of the code.
-
-    Raises:
-        UserError: a plan that cannot be carried out.
-    """
-    typed = _checked(config, ladder, settings, base[1])
+    """Run a ladder, or with `dry_run` only print its variants and an estimate of the time; returns the exit status. A
+    `UserError` if the plan cannot be carried out."""
+    config, typed = experiment.config, _checked(experiment, ladder, settings)
     display = Display(speaks=True, mode=config.runtime.progress)
     device = "cuda" if config.runtime.device != "cpu" and torch.cuda.is_available() else "cpu"
     chosen = for_experiment(ladder, config)
-    code = partial(code_digest, configs, _trees(chosen), files_of(config.imports))
+    code = partial(code_digest, experiment.configs, _trees(chosen), files_of(config.imports))
     place = LedgerFolder(folder, code=code, accept_code=accept_code)
-    why_not = partial(refusal, compose=compose, device=torch.device(device))
-    ledger = Ledger(chosen, settings, base[0], typed, device, place, say=display.note, refused=why_not)
+    why_not = partial(refusal, compose=experiment.compose, device=torch.device(device))
+    ledger = Ledger(chosen, settings, experiment.flags, typed, device, place, say=display.note, refused=why_not)
     # Before any timing: variants that are known to fail, even if only in training.
     ledger.selection.rule_out(why_not)
     check_runs(ledger.families())
@@ -79,8 +87,9 @@ def run_ladder(
     return DONE
 
 
-def _checked(config: RunConfig, ladder: Ladder, settings: LadderSettings, typed: Sequence[str]) -> Sequence[str]:
+def _checked(experiment: Experiment, ladder: Ladder, settings: LadderSettings) -> Sequence[str]:
     """The overrides for the tools, after checks of what no measurement would notice, or only the last one."""
+    config, typed = experiment.config, experiment.typed
     every = (ladder.baseline, *ladder.variants)
     apart = [v.name for v in every if v.tree is not None or v.against is not None]
     if settings.mode == "cumulative" and apart:

@@ -25,6 +25,7 @@ from pycls_fast.ledger.ladder.plan import (
     compatible,
     families,
     find_factors,
+    pairs_of,
     with_parents,
 )
 from pycls_fast.ledger.ladder.processes import FAILED, Job
@@ -80,7 +81,7 @@ class CrossedTrainings:
 
     def planned(self) -> list[Job]:
         """All runs of the plan, the most that there may be."""
-        runs = [run for pair in (*self._screening(), *_pairs(self.groups())) for run in self._runs(pair)]
+        runs = [run for pair in (*self._screening(), *pairs_of(self.groups())) for run in self._runs(pair)]
         return list({run.path: run for run in runs}.values())
 
     def run(self) -> None:
@@ -205,7 +206,7 @@ class CrossedTrainings:
         margin = self.settings.margin
         found = [looks[-1].effects if looks else effects.estimates(fits, margin) for looks, fits in results]
         return Accuracy(
-            runs=self.trained([*self._screening(), *_pairs(chain(*designs, groups))]),
+            runs=self.trained([*self._screening(), *pairs_of(chain(*designs, groups))]),
             effects=[*map(effects.identical, self.factors.identical), *chain(*found)],
             looks=[look for looks, _ in results for look in looks],
             broken=self.factors.broken,
@@ -291,12 +292,8 @@ class CrossedTrainings:
         return list(made.values())
 
     def _seconds(self) -> float:
-        known = [run.seconds for run in self.trained(_pairs(self.groups())) if run.seconds is not None]
+        known = [run.seconds for run in self.trained(pairs_of(self.groups())) if run.seconds is not None]
         return float(np.mean(known)) if known else 0.0
-
-
-def _pairs(groups: Iterable[Sequence[Family]]) -> list[PlannedPair]:
-    return [pair for group in groups for family in group for pair in family.pairs]
 
 
 def _trained(folder: Path, seed: int, on: Sequence[str]) -> TrainedRun:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pycls_fast import build
 from pycls_fast.config import RunConfig
 from pycls_fast.errors import DONE, refuse
 from pycls_fast.ledger.measure.stages import measure_stages
-from pycls_fast.ledger.measure.variant import TimedVariant, speed_comparison
-from pycls_fast.ledger.measure.workloads import PartName, StepRange
+from pycls_fast.ledger.measure.variant import Session, TimedVariant, TurnLength, speed_comparison
+from pycls_fast.ledger.measure.workloads import PartName
 from pycls_fast.ledger.report.statistics import Speedup
 from pycls_fast.parallel.world import World
 from pycls_fast.train.display import Display, human, plain_table, wide_console
@@ -49,18 +50,18 @@ def time_variants(
     with build.world(base) as world:
         file = output_file(output or new_file(base, "timings"), world)
         display = Display(speaks=world.is_main, mode="plain")
-        order = StepRange()
-        built: list[TimedVariant] = []
+        session, length = Session(PARTS[mode], world, matmul_size), TurnLength(steps, warmup_steps, seconds)
+        built = session.variants
         for name, config in variants:
-            built.append(TimedVariant(name, config, PARTS[mode], world, order, built, matmul_size))
+            built.append(TimedVariant(name, config, session))
         for part in PARTS[mode]:
-            length = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
-            display.note(f"timing {part}: {repeats} turns of {length}; variants: {len(built)}")
-            _measure(built, part, repeats, steps=steps, warmup_steps=warmup_steps, seconds=seconds)
+            each = f"{steps} steps each" + (f" or more, for {seconds:g} s" if seconds else "")
+            display.note(f"timing {part}: {repeats} turns of {each}; variants: {len(built)}")
+            _measure(built, part, repeats, length)
         for variant in built:
             if {"loader", "both"} & set(PARTS[mode]):
                 display.note(f"timing the stages of the input pipeline in this process: {variant.name}")
-                train, start = variant.sources["train"], order.take(repeats + 1)
+                train, start = variant.sources["train"], session.order.take(repeats + 1)
                 variant.stages = measure_stages(
                     variant.config, train, world, variant.switches, start=start, repeats=repeats
                 )
@@ -71,8 +72,7 @@ def time_variants(
                 )
         if not world.is_main:
             return DONE
-        lengths = {"steps": steps, "warmup_steps": warmup_steps, "seconds": seconds}
-        record = _record(built, {"mode": mode, "repeats": repeats, **lengths}, world)
+        record = _record(built, {"mode": mode, "repeats": repeats, **asdict(length)}, world)
         write_json(file, record)
         print_record(display, record)
         display.note(f"written to {file}")
@@ -89,9 +89,9 @@ def _check_comparable(variants: Sequence[tuple[str, RunConfig]]) -> None:
     refuse(dict.fromkeys(problems))
 
 
-def _measure(variants: Sequence[TimedVariant], part: PartName, repeats: int, **lengths: Any) -> None:
+def _measure(variants: Sequence[TimedVariant], part: PartName, repeats: int, length: TurnLength) -> None:
     for variant in variants:
-        variant.begin(part, **lengths)
+        variant.begin(part, length)
     owners = {id(v.matmul): v for v in variants if v.matmul is not None and part != "loader"}
     for repeat in range(repeats):
         for owner in owners.values():

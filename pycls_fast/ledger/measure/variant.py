@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,32 @@ from pycls_fast.values import Size
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
 
 
+@dataclass(frozen=True)
+class TurnLength:
+    """How long a turn is: at least so many steps, and so many seconds; before a part's first one, at least
+    `warmup_steps`, and half of the seconds."""
+
+    steps: int
+    warmup_steps: int
+    seconds: float = 0.0
+
+
+@dataclass
+class Session:
+    """What variants that are timed in turns share.
+
+    Attributes:
+        matmul_size: see `MatmulPeak`.
+        variants: those built so far: the same data is opened once, and the same products have one peak.
+    """
+
+    parts: Sequence[PartName]
+    world: World
+    matmul_size: int | None = None
+    order: StepRange = field(default_factory=StepRange)
+    variants: list[TimedVariant] = field(default_factory=list)
+
+
 class TimedVariant:
     """A built configuration with its measurements.
 
@@ -57,25 +83,9 @@ class TimedVariant:
     skipped_steps = 0
     stages: dict[str, Any] | None = None
 
-    def __init__(
-        self,
-        name: str,
-        config: RunConfig,
-        parts: Sequence[PartName],
-        world: World,
-        order: StepRange,
-        others: Sequence[TimedVariant],
-        matmul_size: int | None,
-    ) -> None:
-        """Build what the parts need.
-
-        Args:
-            others: variants built before: the same data is opened once, and the same products have one peak.
-            matmul_size: see `MatmulPeak`.
-
-        Raises:
-            UserError: something cannot be built or read.
-        """
+    def __init__(self, name: str, config: RunConfig, session: Session) -> None:
+        """Build what the session's parts need; a `UserError` if something cannot be built or read."""
+        world, parts, others = session.world, session.parts, session.variants
         if config.data.source != "synthetic" and config.data.root is None:
             # Only if no image is read, which the configuration's checks ensure: the number of classes has to come from
             # somewhere, and the record says from where.
@@ -107,7 +117,7 @@ class TimedVariant:
         self.turns = dict[PartName, list[Turn]]()
         if {"train", "inference", "both"} & set(parts):
             peaks = (other.matmul for other in others if _products(other.config) == _products(config))
-            self.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, matmul_size)
+            self.matmul = next(peaks, None) or MatmulPeak(build.compute_dtype(config), world, session.matmul_size)
             # Before the model is built: otherwise libraries' workspaces would count as the first variant's memory.
             self.matmul.measure()
             with self.memory.during("building"):
@@ -115,7 +125,7 @@ class TimedVariant:
         for part in ("loader", "both"):
             if part in parts:
                 trainer = self.trainer if part == "both" else None
-                self.parts[part] = LoaderPart(config, train, self.switches, world, order, trainer)
+                self.parts[part] = LoaderPart(config, train, self.switches, world, session.order, trainer)
 
     def _build_model_parts(self, parts: Sequence[PartName]) -> None:
         config, switches, world = self.config, self.switches, self.world
@@ -140,12 +150,12 @@ class TimedVariant:
             scored = batch(count, config.data.image_size, _EVALUATION_BATCH, erase_probability=0.0, host=host)
             self.parts["inference"] = InferencePart(step, scored, world)
 
-    def begin(self, part: PartName, *, steps: int, warmup_steps: int, seconds: float) -> None:
+    def begin(self, part: PartName, length: TurnLength) -> None:
         """Warm up a part, and find how many steps its turns have."""
         self.turns[part] = []
         with self._at_work(part):
-            self.parts[part].warm_up(warmup_steps)
-            self.lengths[part] = turn_length(self.parts[part], self.world, steps, seconds)
+            self.parts[part].warm_up(length.warmup_steps)
+            self.lengths[part] = turn_length(self.parts[part], self.world, length.steps, length.seconds)
         self._newly_skipped()
 
     def take_turn(self, part: PartName) -> None:

@@ -14,9 +14,9 @@ from pycls_fast.config.ladder import Ladder, LadderSettings, Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.folder import LedgerFolder
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import plan, slug
+from pycls_fast.ledger.ladder.plan import slug, timed_variants
 from pycls_fast.ledger.ladder.processes import ProcessResult
-from pycls_fast.ledger.ladder.run import run_ladder
+from pycls_fast.ledger.ladder.run import Experiment, run_ladder
 from pycls_fast.ledger.report.effects import Effect, Interplay, Look, Together, Word
 from pycls_fast.ledger.report.record import Accuracy, OverallFit, Record, TrainedRun
 from pycls_fast.ledger.report.statistics import Speedup, geometric_mean
@@ -46,7 +46,7 @@ def ladder_of(*variants: Variant, **changed: Any) -> Ladder:
 
 def slug_of(name: str) -> str:
     """A part of the paths of one of the ladder's variants."""
-    return next(slug(variant) for variant in plan(LADDER, "cumulative") if variant.name == name)
+    return next(slug(variant) for variant in timed_variants(LADDER, "cumulative") if variant.name == name)
 
 
 STEPS = {"step_seconds_each": [[0.1, 0.1]], "images_per_step": 8, "images_per_second": 80.0, "step_seconds_p50": 0.1}
@@ -148,10 +148,8 @@ def work(
     folder: Path, ladder: Ladder = LADDER, *, typed: Sequence[str] = (), dry_run: bool = False, **settings: Any
 ) -> int:
     """The whole command; returns its status."""
-    return run_ladder(
-        config_of(*typed), ladder, LadderSettings(**{**SETTINGS, **settings}),
-        base=([], list(typed)), compose=composed, folder=folder, dry_run=dry_run,
-    )  # fmt: skip
+    experiment = Experiment(config_of(*typed), [], list(typed), composed)
+    return run_ladder(experiment, ladder, LadderSettings(**{**SETTINGS, **settings}), folder, dry_run=dry_run)
 
 
 def make_run(path: Path, wrong: int, count: int = 100) -> None:

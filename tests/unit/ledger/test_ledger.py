@@ -16,7 +16,7 @@ from pycls_fast.ledger.ladder import collect as collecting
 from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.ledger import Ledger
-from pycls_fast.ledger.ladder.plan import plan
+from pycls_fast.ledger.ladder.plan import timed_variants
 from pycls_fast.ledger.ladder.processes import OURS, ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.report.record import read_record
@@ -149,9 +149,7 @@ def test_what_cannot_be_trained_by_itself_is_told(tmp_path: Path, capsys: pytest
         return config_of()
 
     settings = LadderSettings(**{**SETTINGS, "rounds": 1, "runs_at_most": 8, "margin": 50})
-    running.run_ladder(
-        config_of(), LADDER, settings, base=([], []), compose=composed, folder=tmp_path, dry_run=False
-    )  # fmt: skip
+    running.run_ladder(running.Experiment(config_of(), [], [], composed), LADDER, settings, tmp_path, dry_run=False)
     record = read_record(tmp_path / "ledger.json")
     assert record.unmeasured == {"C: accuracy": "c: 1 needs b=1"}
     assert [effect.variant for effect in record.accuracy.effects] == ["B"]
@@ -191,7 +189,7 @@ def test_what_the_experiment_cannot_have_is_not_timed(
 
 def test_a_variant_for_the_cpu_is_checked_there() -> None:
     overrides = ("runtime.device=cpu", "speed.allocator=keep")
-    variant = plan(ladder_of(Variant(name="B", overrides=overrides)), "cumulative")[1]
+    variant = timed_variants(ladder_of(Variant(name="B", overrides=overrides)), "cumulative")[1]
     cuda = torch.device("cuda")
     assert refusal(variant, lambda overrides: config_of(*overrides), cuda) is None
     assert "keep needs CPU" in str(refusal(variant, lambda overrides: config_of(*overrides[1:]), cuda))

@@ -16,7 +16,7 @@ from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
-from pycls_fast.ledger.ladder.plan import merged, pick, plan
+from pycls_fast.ledger.ladder.plan import merged, pick, timed_variants
 from pycls_fast.models.choices import ViTModel
 from tests.factories import config_of
 
@@ -32,7 +32,7 @@ LADDER = Ladder(
 
 
 def test_cumulative_variants_stand_on_each_other() -> None:
-    made = plan(LADDER, "cumulative")
+    made = timed_variants(LADDER, "cumulative")
     assert [(a.name, a.against, a.ranks) for a in made] == [
         ("base", None, 1), ("half", "base", 1), ("two", "half", 2), ("fused", "two", 2),
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_cumulative_variants_stand_on_each_other() -> None:
 
 
 def test_what_cannot_run_is_listed_and_not_below_the_others() -> None:
-    made = plan(LADDER, "cumulative", impossible={"two"})
+    made = timed_variants(LADDER, "cumulative", impossible={"two"})
     assert made[2].overrides[-1] == "parallel=ddp"
     assert (made[3].against, made[3].ranks) == ("half", 1)
     assert made[3].overrides == ("speed=reference", "precision=amp_bf16", "speed.optimizer=fused")
@@ -49,7 +49,7 @@ def test_what_cannot_run_is_listed_and_not_below_the_others() -> None:
 
 def test_alone_they_stand_on_the_baseline() -> None:
     base = LADDER.baseline.model_copy(update={"ranks": 3})
-    made = plan(LADDER.model_copy(update={"baseline": base}), "crossed")
+    made = timed_variants(LADDER.model_copy(update={"baseline": base}), "crossed")
     assert [(a.against, a.ranks) for a in made] == [(None, 3), ("base", 3), ("base", 2), ("base", 3)]
     assert made[3].overrides == ("speed=reference", "precision=fp32", "speed.optimizer=fused")
 
@@ -104,7 +104,7 @@ def test_a_variant_brings_along_what_it_is_against(name: str, picked: list[str])
 
 
 def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
-    assert [(a.name, a.against) for a in plan(STEPS, "crossed")] == [
+    assert [(a.name, a.against) for a in timed_variants(STEPS, "crossed")] == [
         ("base", None), ("one", "base"), ("two", "one"), ("three", "two"), ("other", "base"), ("rate", "base"),
     ]  # fmt: skip
 
@@ -181,7 +181,9 @@ def test_a_ladder_with_a_mistake(text: str, line: str, tmp_path: Path) -> None:
 )
 def test_a_ladder_may_bring_its_mode(given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(run, "run_ladder", lambda config, ladder, settings, **_: asked.append(settings.mode) or 0)
+    monkeypatch.setattr(
+        run, "run_ladder", lambda experiment, ladder, settings, *_, **__: asked.append(settings.mode) or 0
+    )
     monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
     monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
     monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
@@ -198,9 +200,9 @@ def test_variants_are_checked_as_what_is_trained(
     """Where nothing is trained, they are timed: LAMB's steps take the same time whatever the head begins with."""
     lines: list[str] = []
 
-    def instead(*_: Any, compose: Any, **__: Any) -> int:
+    def instead(experiment: run.Experiment, *_: Any, **__: Any) -> int:
         try:
-            assert compose(["optim=lamb"]).optim.name == "lamb"
+            assert experiment.compose(["optim=lamb"]).optim.name == "lamb"
         except UserError as error:
             lines.extend(error.lines)
         return 0

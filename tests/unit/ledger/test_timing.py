@@ -13,7 +13,14 @@ import torch
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.ledger.measure import device, stages, timing, workloads
-from pycls_fast.ledger.measure.variant import TimedVariant, part_record, speed_comparison, turn_length
+from pycls_fast.ledger.measure.variant import (
+    Session,
+    TimedVariant,
+    TurnLength,
+    part_record,
+    speed_comparison,
+    turn_length,
+)
 from pycls_fast.ledger.measure.workloads import LoaderPart, Part, PartName, StepRange, Turn, slowest, synthetic_batch
 from pycls_fast.parallel.world import ALONE, World
 from tests.factories import config_of
@@ -73,7 +80,7 @@ def test_variants_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     one, other = (SimpleNamespace(measure=partial(log.append, f"peak {name}")) for name in ("one", "other"))
     for variant, peak in zip(made, (one, other, other), strict=True):
         monkeypatch.setattr(variant, "matmul", peak)
-    timing._measure(made, "train", 3, steps=2, warmup_steps=3, seconds=0.0)
+    timing._measure(made, "train", 3, TurnLength(2, 3))
     done = list(zip(log[::2], log[1::2], strict=True))
     assert [entry for _, entry in done] == [
         *("warm a 3", "warm b 3", "warm c 3"),
@@ -230,7 +237,7 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 def test_without_data_there_are_as_many_classes_as_the_model_is_given() -> None:
     overrides = ["data=auto", "data.root=null", "model.num_classes=5", "precision=fp32"]
     config = load_config("vit_digits", overrides, needs_data=False)
-    assert TimedVariant("x", config, (), ALONE, StepRange(), [], None).classes == 5
+    assert TimedVariant("x", config, Session((), ALONE)).classes == 5
 
 
 def test_workers_beyond_the_cores_only_read() -> None:
