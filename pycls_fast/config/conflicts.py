@@ -265,6 +265,8 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     ("speed.linear=products", "precision.name=fp8", "they bypass the float8 layers", "speed.linear=torch"),
     ("speed.attention=sdpa_flash|sdpa_cudnn", WIDE_ON_CUDA,
      "on CUDA it needs 16 bits", "speed.attention=sdpa or precision=amp_bf16"),
+    ("speed.attention=sdpa_cudnn", "runtime.deterministic=true",
+     "it is not deterministic", "speed.attention=sdpa or runtime.deterministic=false"),
     ("speed.attention=sdpa_math|sdpa_flash|sdpa_efficient|sdpa_cudnn|products", "model.kind=timm",
      "timm's models choose between reference and sdpa", "speed.attention=sdpa"),
     ("speed.patches=product", "model.stem=conv", "there are no patches", "speed.patches=convolution"),
