@@ -13,6 +13,7 @@ import torch
 from pycls_fast import build, speed
 from pycls_fast.config import load_config
 from pycls_fast.data.prepare import to_device
+from pycls_fast.data.sources.eval_sets import EvalSet
 from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
@@ -22,6 +23,7 @@ from pycls_fast.strategies import Parallel
 from pycls_fast.train import train
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.display import Display
+from pycls_fast.train.evaluate import evaluate
 from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.start import start_run
@@ -123,6 +125,9 @@ def test_step_never_waits_for_the_device(
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert metrics.read(world)["loss"] > 0
+        loss = evaluate(run.scorer(lambda: None), EvalSet(run.sources["val"]), "evaluating val").loss
+        assert loss is not None
+        assert loss > 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
