@@ -83,5 +83,5 @@ def test_the_model_in_bfloat16(change: dict[str, Any]) -> None:
     worst = max(float((plain[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact)
     for name in exact:
         assert float((found[name].double() - exact[name]).norm() / exact[name].norm()) <= 4 * worst, name
-    with torch.no_grad(), uncompiled(model):
+    with torch.no_grad(), uncompiled(model), torch.autocast("cuda", torch.bfloat16):
         assert model.eval()(draw(3, 3, 32, 32, seed=2).cuda().float()).shape == (3, 7)
