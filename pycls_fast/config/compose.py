@@ -257,10 +257,10 @@ def long_name(override: str, folders: Sequence[Path], *, is_sourced: bool = Fals
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data.
 
     `is_sourced`: `data.source` is typed, too, so `data=NAME` is a folder, even one that is not there."""
-    # No option has a slash: a folder that is not there is told as one.
+    # No name has a slash or a dot: a folder or a table that is not there is told as one.
     key, separator, value = override.partition("=")
     is_other = key != "data" or value.startswith("{") or value in options("data", folders)
-    if not is_other and (is_sourced or "/" in value or exists(user_path(value))):
+    if not is_other and (is_sourced or {"/", "."} & set(value) or exists(user_path(value))):
         key = "data.root"
     return f"{ALIASES.get(key, key)}{separator}{value}"
 

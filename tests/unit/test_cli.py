@@ -33,6 +33,7 @@ def test_short_names(digits: Path) -> None:
     short = load_config("vit_digits", ["epochs=30", "lr=0.01", "batch_size=20", "device=cpu", f"data={digits}"])
     # A path is told as one that is not there, not as an option.
     assert load_config("vit_digits", ["data=/not/here"]).data.root == "/not/here"
+    assert load_config("vit_digits", ["data=not_here.csv"]).data.root == "not_here.csv"
     long = ["schedule.epochs=30", "optim.lr=0.01", "data.global_batch_size=20", "runtime.device=cpu"]
     assert short == load_config("vit_digits", [*long, f"data.root={digits}"])
 
