@@ -172,7 +172,8 @@ def _docs(keys: Sequence[Key]) -> list[str]:
     bases = (base for _, section in keys for base in section.__mro__ if issubclass(base, Section))
     sections = [base for base in dict.fromkeys(bases) if base not in (Section, Choice)]
     docs = (f"{_chosen_by(section)}{inspect.cleandoc(section.__doc__ or '')}" for section in sections)
-    return [" ".join(text.replace("`", "").split()) for doc in docs for text in re.split(r"\n\n+", doc)]
+    paragraphs = [text for doc in docs for text in re.split(r"\n\n+", doc) if not text.startswith("Attributes:")]
+    return [" ".join(text.replace("`", "").split()) for text in paragraphs]
 
 
 def _chosen_by(section: type[Section]) -> str:
