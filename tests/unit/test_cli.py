@@ -47,6 +47,8 @@ def test_each_verb_has_help(typed: Typed, verb: str) -> None:
 
 def test_a_mistyped_verb(typed: Typed) -> None:
     assert typed("trian", "seed=1") == (2, "", "error: trian: no such verb; did you mean train?\n")
+    # The usage is for what is missing.
+    assert "the command is" not in typed("train", "optim.lrr=1")[2]
 
 
 @pytest.mark.parametrize(
