@@ -63,9 +63,6 @@ def load_weights(
         into: the flat shards that hold the weights; `network`, perhaps on the meta device, then only gives the shapes.
     """
     weights = open_weights(source, world)
-    about = _described(weights)
-    if weights.classes is None and about is not None and about.label_names:
-        weights = replace(weights, classes=about.label_names)
     # A repository's name says more than the place of its copy on this machine.
     name = str(source if str(source).startswith(pretrained.HUGGING_FACE) else weights.path)
     state = network.state_dict() if into is None else into.state_dict()
@@ -83,9 +80,7 @@ def load_weights(
             weights.fill(state)
         fitted = pretrained.Fitted(name, pretrained.OURS, weights.kind, loaded=list(weights.specs))
     else:
-        fitted = _read_to_fit(
-            weights, about, name, network, classes, image_size, allow=allow, for_training=for_training
-        )
+        fitted = _read_to_fit(weights, name, network, classes, image_size, allow=allow, for_training=for_training)
         weights = replace(weights, kind="ema") if "ema" in fitted.part else weights
         for key, tensor in fitted.tensors.items():
             assign(state[key], tensor)
@@ -175,21 +170,12 @@ def trained_size(weights: Weights) -> Size | None:
     """The size of the images that weights are for, if they say it."""
     if weights.config is not None:
         return Size.of(weights.config["data"]["image_size"])
-    about = _described(weights)
+    about = weights.said()
     return None if about is None else about.trained_size
-
-
-def _described(weights: Weights) -> pretrained.Description | None:
-    """What a description says about the weights; None if it is damaged, which only matters to those who need it."""
-    try:
-        return weights.description(for_scoring=False)
-    except UserError:
-        return None
 
 
 def _read_to_fit(
     weights: Weights,
-    about: pretrained.Description | None,
     name: str,
     network: Network,
     classes: tuple[str, ...],
@@ -199,7 +185,7 @@ def _read_to_fit(
     for_training: bool,
 ) -> pretrained.Fitted:
     """Tensors with the network's names and shapes; tensors of different sizes are adapted or left out."""
-    found, before = weights.path, weights.classes or ()
+    found, before, about = weights.path, weights.classes or (), weights.said()
     place = first_other_class(weights.classes, classes)
     if place is not None and not for_training:
         raise UserError(

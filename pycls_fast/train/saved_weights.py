@@ -65,6 +65,13 @@ class Weights:
         """What their publisher says of them; see `description_of`."""
         return pretrained.description_of(self.hub or self.path, model=model, for_scoring=for_scoring)
 
+    def said(self) -> pretrained.Description | None:
+        """The same, but None for one that is damaged, which only matters to those who need it."""
+        try:
+            return self.description(for_scoring=False)
+        except UserError:
+            return None
+
     def require_model(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Their configuration and class names; a `UserError` if the file lacks one of them."""
         if self.config is None or self.classes is None:
@@ -128,10 +135,12 @@ def open_weights(source: str | Path, world: World = ALONE, *, kind: str = "auto"
             return opened
         what = "only test runs" if path.suffix in EXPORTED else "may run code"
         raise UserError(f"weights: {path} is a program, which {what}; give the weights that it was made of")
-    if isinstance(path, Path) and path.suffix == ".safetensors":
-        return replace(_from_safetensors(path, kind), hub=hub)
     if isinstance(path, str) or path.is_file():
-        return Weights(path, hub=hub)
+        is_safe = isinstance(path, Path) and path.suffix == ".safetensors"
+        opened = replace(_from_safetensors(Path(path), kind) if is_safe else Weights(path), hub=hub)
+        if opened.classes is None and (about := opened.said()) is not None and about.label_names:
+            opened = replace(opened, classes=about.label_names)
+        return opened
     saved = checkpoint.open_checkpoint(path, world).require(SavedWeights)
     kinds = ("ema", "model") if saved.part("ema") else ("model",)
     one_of("which", kind, ("auto", *kinds), more=f" for {path}")

@@ -34,7 +34,7 @@ from pycls_fast.train.assemble import _load_initial
 from pycls_fast.train.display import Display
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.resolving import resolve_normalization, statistics
-from pycls_fast.train.saved_weights import Weights, about_weights, find_weights, preprocessing
+from pycls_fast.train.saved_weights import Weights, about_weights, find_weights, open_weights, preprocessing
 from tests.factories import config_of, randomise, small_vit
 
 
@@ -284,6 +284,8 @@ def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monk
         assert config.model.own()["options"].items() >= options.items()
         with torch.no_grad():
             assert torch.allclose(pycls_fast.load(source).logits([image]), theirs(batch_BCHW), atol=1e-5)
+        # By which test finds the images' classes, in any order.
+        assert open_weights(source).classes == ("cat", "dog")
         fitted = [
             load_weights(build.model(config, 2, Speed()), source, classes=classes)[1]
             for classes in (("cat", "dog"), ("dog", "cat"))
