@@ -46,12 +46,10 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
     if shared:
         for _, units in parts:
             divide(network, units, world.mesh["tensor"])
-    offload: OffloadPolicy = OffloadPolicy()
-    if settings.speed.param_offload == "cpu":
-        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    on_host = settings.speed.param_offload == "cpu"
     common: dict[str, Any] = {
         "mesh": world.mesh[names],
-        "offload_policy": offload,
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else OffloadPolicy(),
         "mp_policy": _formats(network, settings),
     }
     _shard_experts(network, world, settings, names, common)
