@@ -242,17 +242,17 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 def files_of(imports: Iterable[str]) -> list[Path]:
     """The files of the user's modules, which this process has imported, those of their packages, and of what these
-    import from the folder that they are in (not what is installed there)."""
-    found = set[Path]()
-    loaded = [Path(file) for each in list(sys.modules.values()) if (file := getattr(each, "__file__", None))]
+    import from the folder that they are in (not Python, which may be there, nor what is installed or the command)."""
+    others, found = {*sys.stdlib_module_names, "__main__", "__mp_main__", _PACKAGE.name}, set[Path]()
+    own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] not in others]
+    loaded = [Path(file) for each in own if (file := getattr(each, "__file__", None))]
     for name in imports:
         # A folder without `__init__.py` has no file.
         if file := getattr(sys.modules[name], "__file__", None):
             module, is_package = Path(file), Path(file).stem == "__init__"
             found |= set(module.parent.rglob("*.py")) if is_package else {module}
             folder = module.parents[name.count(".") + is_package]
-            beside = (each for each in loaded if each.is_relative_to(folder) and not each.is_relative_to(_PACKAGE))
-            found |= {each for each in beside if _INSTALLED.isdisjoint(each.parts)}
+            found |= {each for each in loaded if each.is_relative_to(folder) and _INSTALLED.isdisjoint(each.parts)}
     return sorted(found)
 
 
@@ -267,7 +267,8 @@ def code_digest(configs: Sequence[Path], trees: Sequence[Path] = (), own: Sequen
     """
     found = hashlib.sha256()
     for file in own:
-        found.update(file.read_bytes())
+        with suppress(OSError):
+            found.update(file.read_bytes())
     for package, folders in ((_PACKAGE, configs), *((t / "pycls_fast", [t / "configs"]) for t in trees)):
         files = [(package, file) for pattern in ("*.py", "*.c") for file in package.rglob(pattern)]
         files += [

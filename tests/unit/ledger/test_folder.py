@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_the_code_is_that_of_the_package_and_the_groups(tmp_path: Path, monkeypa
 
 
 def test_own_modules_are_code_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what they import, unless it is installed."""
+    """With what they import, unless it is installed or Python's own; whichever command has started."""
     monkeypatch.syspath_prepend(tmp_path)
     names = ["ledger_one", "ledger_package"]
     texts = {
@@ -103,6 +104,8 @@ def test_own_modules_are_code_as_well(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / name).write_text(text)
     for name in names:
         importlib.import_module(name)
+    for name in ("json", "__main__"):
+        monkeypatch.setattr(sys.modules[name], "__file__", str(tmp_path / "unrelated.py"), raising=False)
     assert files_of(names) == sorted(tmp_path / name for name in texts if name != "unrelated.py")
     found = code_digest([], own=files_of(names))
     (tmp_path / "ledger_helper.py").write_text("x = 2")
