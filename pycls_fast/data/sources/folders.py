@@ -34,6 +34,7 @@ from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
 from pycls_fast.files import LEDGERS, RUNS
 from pycls_fast.reading import TABLE_BYTES, open_file, read_bytes
 
+_OURS = (RUNS, LEDGERS)
 VAL_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 """Finds the number of a validation image of ImageNet in its name."""
 _DEVKIT = "ILSVRC2012_devkit_t12"
@@ -159,12 +160,17 @@ def _scan(root: Path) -> Index:
             unread += others
             advance(1)
     note_unread(root, unread)
-    empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
-    if empty:
+    wrong = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
+    what = f"no images ({' '.join(EXTENSIONS)}) in the class folder"
+    if not wrong:
+        # Its charts are images.
+        wrong = [f"{name}/" for name in _OURS if name in classes and any((root / name).rglob("config.yaml"))]
+        what = "a run among the images of the class folder"
+    if wrong:
         # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
         raise UserError(
-            f"{root}: no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}; remove it, or, if a "
-            "run is in it, give run_dir=PATH outside of the classes"
+            f"{root}: {what} {first_few(wrong)}; remove it, or, if a run is in it, give run_dir=PATH outside of the "
+            "classes"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
@@ -210,14 +216,15 @@ def _list_class(root: Path, name: str) -> tuple[list[bytes], dict[str, int], Cou
 
 def subfolders(root: Path) -> list[str]:
     """Names of the folders in a folder, sorted; hidden ones, those of the system, `runs/` and `ledgers/` left out."""
-    return [name for name in next(walk(str(root)))[2] if name not in (RUNS, LEDGERS) or _is_class(root / name)]
+    return [name for name in next(walk(str(root)))[2] if name not in _OURS or _is_class(root / name)]
 
 
 def _is_class(folder: Path) -> bool:
-    """Whether a folder with the name of ours, which `data=.` finds, has images, to the second level, and no run."""
+    """Whether a folder with the name of ours, which `data=.` finds, has images to the second level that are no pictures
+    of a run, which lie beside its `config.yaml`."""
     inside = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
-    has_images = any(each.suffix.lower() in EXTENSIONS and each.name[0] != "." for each in inside)
-    return has_images and not any(folder.rglob("config.yaml"))
+    images = (each for each in inside if each.suffix.lower() in EXTENSIONS and each.name[0] != ".")
+    return any(not (each.parent / "config.yaml").is_file() for each in images)
 
 
 def _flat_validation(root: Path, classes: Sequence[str]) -> FileImages | None:

@@ -14,6 +14,7 @@ from scipy.io import savemat
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS
 from pycls_fast.data.sources.folders import scan_classes
+from pycls_fast.errors import UserError
 from pycls_fast.train.folder import new_file
 from tests.factories import class_folders, config_of
 from tests.unit.data.conftest import write_tree
@@ -167,7 +168,7 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
-    """As `data=.` makes them, with a picture that the user put there; a class may have the name."""
+    """As `data=.` makes them; a class may have the name, but no run in it, whose charts would be its images."""
     write_tree(tmp_path, {"cat": 2, "dog": 2, "runs/finetune/2026-11-30_12-00-00": 1})
     write_tree(tmp_path, {"runs/mine": 1, "ledgers/quick/runs/base/seed_0": 1})
     for file in ("runs/.DS_Store", "runs/table.csv", "runs/mine/config.yaml", new_file(config_of(), "timings")):
@@ -175,7 +176,8 @@ def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
         (tmp_path / file).touch()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
     write_tree(tmp_path, {"runs": 2})
-    assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
+    with pytest.raises(UserError, match=r"a run among the images of the class folder runs/; .* run_dir=PATH outside"):
+        opened("folder", tmp_path)
     (tmp_path / "runs/mine/config.yaml").unlink()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
 
