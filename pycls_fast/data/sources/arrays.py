@@ -7,7 +7,7 @@ import math
 import pickle
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,14 +273,17 @@ _KEYS = (("image", "img", "pixel_values"), ("label", "labels", "target"))
 """What images and labels are called in items that are dictionaries."""
 
 
+def _key(names: Iterable[Any], place: int, *, is_needed: bool = True) -> str:
+    """What the image (0) or the label (1) is called."""
+    found = [key for key in _KEYS[place] if key in names]
+    if not found and is_needed:
+        raise ValueError(f"items have {first_few(list(map(str, names)))}; call one {' or '.join(_KEYS[place])}")
+    return [*found, *_KEYS[place]][0]
+
+
 def _part(item: Any, place: int) -> Any:
     """The image (0) or the label (1) of an item."""
-    if not isinstance(item, Mapping):
-        return item[place]
-    found = [item[key] for key in _KEYS[place] if key in item]
-    if not found:
-        raise ValueError(f"items have {first_few(list(map(str, item)))}; call one {' or '.join(_KEYS[place])}")
-    return found[0]
+    return item[_key(item, place) if isinstance(item, Mapping) else place]
 
 
 def _labels(dataset: Any) -> np.ndarray:
@@ -289,7 +292,10 @@ def _labels(dataset: Any) -> np.ndarray:
     elif isinstance(dataset, Subset):
         labels = _labels(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     else:
-        labels = np.array([np.asarray(_part(dataset[index], 1)) for index in range(len(dataset))])
+        where = f"data: the {type(dataset).__name__} is read in one order only"
+        with refusing(where, TypeError, use="give one with __len__ and __getitem__"):
+            count = len(dataset)
+        labels = np.array([np.asarray(_part(dataset[index], 1)) for index in range(count)])
     if labels.ndim == 1 and labels.dtype.kind in "bf":
         # Whole numbers in another format.
         whole = labels.astype(np.int64)
@@ -301,10 +307,15 @@ def open_given(datasets: Any, label_separator: str | None) -> dict[str, Images]:
     """The sources of a dataset, which is split at random, or of several by the names of their splits; those of Hugging
     Face's `datasets` are read as from a file."""
     named = datasets if isinstance(datasets, Mapping) else {"all": datasets}
-    columns = Files.model_construct(source="hub", label_separator=label_separator)
     return {
-        name: open_split("data", dataset, columns, None, is_test=SPLIT_OF.get(name) == "test")
-        if is_of_hugging_face(dataset)
-        else DatasetImages(dataset)
-        for name, dataset in named.items()
+        split: _open_columns(split, dataset, label_separator) if is_of_hugging_face(dataset) else DatasetImages(dataset)
+        for split, dataset in named.items()
     }
+
+
+def _open_columns(split: str, dataset: Any, label_separator: str | None) -> Images:
+    is_test = SPLIT_OF.get(split) == "test"
+    with refusing("data: the dataset cannot be read", ValueError):
+        image, label = _key(dataset.features, 0), _key(dataset.features, 1, is_needed=not is_test)
+    data = Files.model_construct(source="hub", label_column=label, label_separator=label_separator)
+    return open_split("data", dataset, data, image, is_test=is_test)

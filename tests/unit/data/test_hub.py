@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from pycls_fast.data.sources.arrays import open_given
+from pycls_fast.errors import UserError
 from pycls_fast.inference.from_python import _overrides
 from tests.unit.data.layouts import (
     CLASSES,
@@ -51,7 +52,11 @@ def test_a_dataset_of_a_program() -> None:
     for split, source in open_given(given, None).items():
         assert samples_of(source) == expected(CONTENT[{"validation": "val"}.get(split, split)])
         assert source.classes == CLASSES
-    assert open_given(given["train"], None).keys() == {"all"}
+    renamed = given["train"].rename_columns({"image": "img", "label": "labels"})
+    assert samples_of(open_given(renamed, None)["all"]) == expected(CONTENT["train"])
+    with pytest.raises(UserError, match="items have image, kind; call one label or labels or target"):
+        open_given(given["train"].rename_column("label", "kind"), None)
+    assert open_given({"test": given["train"].select_columns(["image"])}, None)["test"].labels.max() == -1
     for data in (given, given["train"]):
         assert _overrides("data", data, [])[0] == "data.source=given"
 

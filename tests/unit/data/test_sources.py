@@ -189,6 +189,8 @@ def test_a_dataset_of_dictionaries() -> None:
         DatasetImages([{"x": 0, "y": 1}])
     with pytest.raises(UserError, match=r"the list has no images \(items have x, label; call one image or img"):
         DatasetImages([{"x": 0, "label": 1}])
+    with pytest.raises(UserError, match=r"list_iterator is read in one order only \(.*; give one with __len__"):
+        DatasetImages(iter(items))
 
 
 def test_a_first_image_that_is_damaged_is_one_like_others() -> None:
