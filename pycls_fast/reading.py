@@ -348,5 +348,5 @@ class TimmConfig(Saved):
     interpolation: str | None = None
     tag: str | None = None
     num_classes: int | None = None
-    label_names: list[str] | None = None
+    label_names: list[str] | dict[str, str] | None = None
     model_args: dict[str, Any] | None = None

@@ -62,7 +62,9 @@ class Weights:
         return f"{self.path} ({self.kind} weights{step})"
 
     def description(self, *, model: str | None = None, for_scoring: bool = True) -> pretrained.Description | None:
-        """What their publisher says of them; see `description_of`."""
+        """What their publisher says of them; see `description_of`. A run's say it themselves, whatever their name."""
+        if self.config is not None and not self.hub:
+            return None
         return pretrained.description_of(self.hub or self.path, model=model, for_scoring=for_scoring)
 
     def said(self) -> pretrained.Description | None:

@@ -277,7 +277,10 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
         unknown = (
             f"crop_mode={crop} with crop_pct={ratio:g}, but only center, squash and border with at most 1 are supported"
         )
-    trained, names = kept.get("input_size"), tuple(kept.get("label_names") or ())
+    trained, names = kept.get("input_size"), kept.get("label_names") or ()
+    if isinstance(names, Mapping):
+        # By the output, and not of every one.
+        names = [names.get(str(place), f"output {place}") for place in range(kept.get("num_classes") or len(names))]
     return Description(
         weights=f"timm:{architecture}.{kept['tag']}" if kept.get("tag") else f"timm:{architecture}",
         image_size=size,
@@ -289,8 +292,8 @@ def _of_timm(kept: Mapping[str, Any], architecture: str) -> Description:
         crop=crop,
         unknown=unknown,
         trained_size=Size(*map(int, trained[-2:])) if trained else None,
-        classes=names or _imagenet_classes(kept.get("num_classes")),
-        label_names=names,
+        classes=tuple(names) or _imagenet_classes(kept.get("num_classes")),
+        label_names=tuple(names),
         architecture=architecture,
         options={
             key: value

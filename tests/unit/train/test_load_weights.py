@@ -275,10 +275,10 @@ def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monk
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=2, **options).eval()
     theirs.pretrained_cfg |= {"tag": "mine", "crop_pct": 1.0}
     nn.init.normal_(theirs.head.weight)
-    save_for_hf(theirs, tmp_path, model_config={"label_names": ["cat", "dog"]}, safe_serialization=True)
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     batch_BCHW = (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
-    for source in ("hf:me/cats", str(tmp_path)):
+    for source, names in (("hf:me/cats", ["cat", "dog"]), (str(tmp_path), {1: "dog", 0: "cat"})):
+        save_for_hf(theirs, tmp_path, model_config={"label_names": names}, safe_serialization=True)
         config = load_config("finetune", [f"weights={source}", "data.image_size=16"], needs_data=False)
         assert config.model.own().items() >= {"name": "vit_tiny_patch16_224"}.items()
         assert config.model.own()["options"].items() >= options.items()
@@ -312,6 +312,15 @@ def test_a_folder_for_timm_is_read_again(model: tuple[str, ...], tmp_path: Path)
     batch = next(classifier.batches(classifier.given([image])))
     with torch.no_grad():
         torch.testing.assert_close(classifier.logits([image]), network(classifier.inputs(batch)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_counts_more_than_the_name_of_its_file(tmp_path: Path) -> None:
+    saved, config = of_kind("vit", {**SIZES, "heads": 2, "classifier": "pooled"}, 2)
+    file = tmp_path / "vit_small_patch16_224.augreg_in1k.safetensors"
+    save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "config": config.model_dump_json()})
+    network, _ = of_kind("vit", {**SIZES, "heads": 2, "classifier": "pooled"}, 3)
+    assert load_weights(network, file, classes=ABC)[1].fresh.keys() == {"head.weight", "head.bias"}
+    assert open_weights(file).description() is None
 
 
 def test_a_file_in_place_of_timms_weights_is_known_by_their_name(
