@@ -143,7 +143,7 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
         found = dict(preset)
     elif weights and (saved := saved_at(path, around=False)) is not None:
         found, size = {**saved.values["model"], "num_classes": None}, saved.values["data"]["image_size"]
-    elif weights:
+    elif weights and not is_missing:
         from pycls_fast.models import pretrained
 
         about = pretrained.described(weights)

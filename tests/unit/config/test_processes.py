@@ -171,7 +171,7 @@ def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
     assert refused.stderr.startswith("error: hydra/sweeper: under torchrun each rank's fake would choose its own")
 
 
-@pytest.mark.parametrize("override", ["seed=-1", "speed={compile: off, gelu: polynomial}"])
+@pytest.mark.parametrize("override", ["seed=-1", "speed={compile: off, gelu: polynomial}", "weights=gone.safetensors"])
 def test_the_configuration_is_checked_before_torch_is_imported(tmp_path: Path, override: str) -> None:
     """A mistake is told in half a second, not after the seconds that torch takes."""
     code = (
