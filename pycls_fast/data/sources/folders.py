@@ -160,18 +160,16 @@ def _scan(root: Path) -> Index:
             unread += others
             advance(1)
     note_unread(root, unread)
-    wrong = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
-    what = f"no images ({' '.join(EXTENSIONS)}) in the class folder"
-    if not wrong:
-        # Its charts are images.
-        wrong = [f"{name}/" for name in _OURS if name in classes and any((root / name).rglob("config.yaml"))]
-        what = "a run among the images of the class folder"
-    if wrong:
-        # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
-        raise UserError(
-            f"{root}: {what} {first_few(wrong)}; remove it, or, if a run is in it, give run_dir=PATH outside of the "
-            "classes"
-        )
+    empty = [f"{name}/" for name, count in zip(classes, counts, strict=True) if not count]
+    # Its charts are images.
+    with_run = [f"{name}/" for name in _OURS if name in classes and any((root / name).rglob("config.yaml"))]
+    if empty or with_run:
+        what = f"a run is among the images of the class folder {first_few(with_run)}; move it, and"
+        if empty:
+            # Perhaps the folder of the run itself, which the user cannot see: if it is new, it is removed again.
+            none = f"no images ({' '.join(EXTENSIONS)}) in the class folder {first_few(empty)}"
+            what = f"{none}; remove it, or, if a run is in it,"
+        raise UserError(f"{root}: {what} give run_dir=PATH outside of the classes")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
     stamp = {"classes": digest("\0".join(classes)), "folders": folders}
     return Index(Texts.of(names), Labels(tuple(classes), labels), stamp)

@@ -176,7 +176,7 @@ def test_runs_beside_the_classes_are_no_class(tmp_path: Path) -> None:
         (tmp_path / file).touch()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog")
     write_tree(tmp_path, {"runs": 2})
-    with pytest.raises(UserError, match=r"a run among the images of the class folder runs/; .* run_dir=PATH outside"):
+    with pytest.raises(UserError, match=r"a run is among the images .* runs/; move it, and give run_dir=PATH"):
         opened("folder", tmp_path)
     (tmp_path / "runs/mine/config.yaml").unlink()
     assert opened("folder", tmp_path)["train"].classes == ("cat", "dog", "runs")
