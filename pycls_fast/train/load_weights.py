@@ -74,7 +74,8 @@ def load_weights(
     if model is not None and weights.config is not None:
         head = weights.specs.get(f"{network.head_name}.weight")
         has_head = same_classes and head is not None and head.shape[0] == network.last_layer().out_features
-        check_same_model(model, weights.config["model"], name, fresh_head=not has_head)
+        if not is_same_model(model, weights.config["model"], name, fresh_head=not has_head):
+            raise UserError(_OF_ANOTHER.format(name))
     if same_classes and same_grid and _shapes(weights.specs) == _shapes(state):
         with torch.no_grad():
             weights.fill(state)
@@ -245,13 +246,12 @@ def _named(classes: Sequence[str], place: int) -> str:
     return classes[place] if place < len(classes) else "none"
 
 
-def check_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], source: str, *, fresh_head: bool) -> None:
-    """Refuse a network that does not compute what saved weights were trained to compute: the same names and shapes of
-    tensors may stand for another function. Both are sections `model`; missing keys are not compared."""
+def is_same_model(model: Mapping[str, Any], trained: Mapping[str, Any], source: str, *, fresh_head: bool) -> bool:
+    """Whether a network computes what saved weights were trained to compute: the same names and shapes of tensors may
+    stand for another function. Both are sections `model`; missing keys are not compared."""
     with refusing(f"weights: {source}: the model it was trained as cannot be read", LookupError, TypeError, ValueError):
         before, now = (_settings_of_function(section, fresh_head=fresh_head) for section in (trained, model))
-    if any(before[key] != now[key] for key in now.keys() & before.keys()):
-        raise UserError(_OF_ANOTHER.format(source))
+    return all(before[key] == now[key] for key in now.keys() & before.keys())
 
 
 def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict[str, Any]:

@@ -130,13 +130,15 @@ def test_the_mean_of_runs(words: list[str], digits: Path, tmp_path: Path, capsys
     assert score(load_run_config(a.run_dir, [f"weights={made}"]), "val", None) == 0
     assert "the random split is not the one that" in capsys.readouterr().out
     other = pycls_fast.train_net("vit_digits", [*words, "model.depth=1"], run_dir=tmp_path / "other")
-    normalised = tmp_path / "normalised.safetensors"
+    normalised, heads = tmp_path / "normalised.safetensors", tmp_path / "heads.safetensors"
     opened = open_weights(b.best)
     assert opened.config is not None
     data = {**opened.config["data"], "mean": [0.1, 0.2, 0.3]}
     write_weights(normalised, replace(opened, config={**opened.config, "data": data}), load_file(b.best))
-    for each in (other.run_dir, normalised):
-        with pytest.raises(UserError, match=r"^others: .* has other tensors, classes or means than"):
+    changed = {**opened.config, "model": {**opened.config["model"], "heads": 1}}
+    write_weights(heads, replace(opened, config=changed), load_file(b.best))
+    for each in (other.run_dir, normalised, heads):
+        with pytest.raises(UserError, match=r"^others: .* has another model, classes or means than"):
             soup(config, [str(each)], str(made), method="uniform", **how)
     config = load_run_config(a.run_dir, [f"weights={a.run_dir}", "data.image_size=16"])
     with pytest.raises(UserError, match=r"^weights: .*: 1 tensors differ, the first is positions.value with shape"):

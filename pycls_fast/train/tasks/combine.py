@@ -18,7 +18,7 @@ from pycls_fast.errors import DONE, UserError
 from pycls_fast.files import user_path
 from pycls_fast.train.by_class import calibration_error, probability_error, set_scores
 from pycls_fast.train.checkpoint import check_shapes
-from pycls_fast.train.load_weights import check_same_model
+from pycls_fast.train.load_weights import is_same_model
 from pycls_fast.train.saved_weights import SEVERAL_SPLITS, Weights, check_output, open_weights, write_weights
 from pycls_fast.train.tasks.score import scored_split, set_up
 
@@ -154,10 +154,9 @@ def soup(
         (first, _), facts = found[0].require_model(), set[str]()
         for each in found:
             own, classes = each.require_model()
-            check_same_model(first["model"], own["model"], str(each.path), fresh_head=False)
             facts.add(str((sorted(each.specs.items()), classes, own["data"]["mean"], own["data"]["std"])))
-            if len(facts) > 1:
-                raise UserError(f"others: {each.path} has other tensors, classes or means than {found[0].path}")
+            if len(facts) > 1 or not is_same_model(first["model"], own["model"], str(each.path), fresh_head=False):
+                raise UserError(f"others: {each.path} has another model, classes or means than {found[0].path}")
         scored = scored_split(setup, split)
         has_seen = None
         for each in found[1:] if scored.source.drawn else ():
