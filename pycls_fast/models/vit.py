@@ -98,6 +98,9 @@ class VisionTransformer(Network):
         classifier_norm: "after_pool" is timm's `fc_norm` and MAE's; "before_pool" is on every token, as in the released
             JAX code and pycls. For classifier="token" the two are the same function.
         computation: the fields of `layers.Compute`.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
     """
 
     head_name = "head"
@@ -134,6 +137,9 @@ class VisionTransformer(Network):
     ) -> None:
         super().__init__()
         self.image_size = size = Size.of(image_size)
+        # A teacher gets the image size of the network that it teaches.
+        if size.height % patch_size or size.width % patch_size or width % heads:
+            raise ValueError("image_size has to be a multiple of patch_size, and width of heads")
         compute = Compute(**computation)
         has_token = classifier == "token" if class_token is None else class_token
         self.classifier = classifier

@@ -36,6 +36,7 @@ TRAINING = (
 # What timm writes beside weights.
 _TIMM = {
     "architecture": "vit_tiny_patch16_224",
+    "model_args": {"global_pool": "avg", "class_token": False, "num_heads": 4},
     "num_classes": 10,
     "pretrained_cfg": {
         "input_size": [3, 8, 8], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "crop_pct": 0.9,

@@ -118,6 +118,9 @@ def test_state_dict_has_no_more_than_weights_and_statistics(name: str) -> None:
 def test_images_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="built for images of 32 x 32 pixels; got 32 x 40"):
         MODELS["vit"]()(torch.zeros(1, 3, 32, 40))
+    # A teacher's are those of the network that it teaches, of which no configuration of its own says anything.
+    with pytest.raises(ValueError, match="image_size has to be a multiple of patch_size"):
+        small_vit(image_size=33)
 
 
 FORMATS: dict[str, torch.memory_format] = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
