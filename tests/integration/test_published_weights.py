@@ -57,8 +57,8 @@ def timm_folder(path: Path, **about: Any) -> torch.nn.Module:
         "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.25, 0.3],
     }
-    config = {"architecture": "deit_small_patch16_224", "num_classes": len(CLASSES), "pretrained_cfg": kept | about}
-    (path / "config.json").write_text(json.dumps(config))
+    config = {"architecture": "deit_small_patch16_224", "num_classes": len(CLASSES), "model_args": SMALL}
+    (path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": kept | about}))
     return model
 
 
@@ -155,7 +155,7 @@ def test_a_file_without_timms_name_has_no_published_number(
 def test_neighbours_by_the_weights_own_preprocessing(tmp_path: Path, images: Path) -> None:
     timm_folder(tmp_path / "deit")
     own_size = ["data.image_size=64", "data.exif_orientation=false"]
-    given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", *OURS, *MACHINE, *own_size]
+    given = [f"data.root={images}", f"weights={tmp_path / 'deit'}", *MACHINE, *own_size]
     told = {}
     typed = ["data.image_size", "augment.eval_crop_ratio"]
     for name, whose, keys in (("weights", "weights", []), ("typed", "weights", typed), ("config", "config", typed)):
