@@ -79,8 +79,8 @@ def print_table(run: Run) -> None:
     train, val = run.sources["train"], run.sources["val"]
     flops = human(run.complexity.forward_flops, "FLOP")
     ranks = f"{world.size} ranks, " if world.size > 1 else ""
-    cores = torch.get_num_threads()
-    threads = "" if world.device.type == "cuda" else f"{cores} thread{'s' * (cores > 1)}, "
+    count = torch.get_num_threads()
+    threads = "" if world.device.type == "cuda" else f"{count} thread{'s' * (count > 1)}, "
     rows = {
         "model": f"{config.model.called}, {human(run.complexity.parameters)} parameters, {flops} per image",
         "weights": config.weights or "random",
@@ -128,8 +128,8 @@ def _steps(run: Run) -> str:
         each = config.data.global_batch_size // world.data_size // config.optim.microbatches
         batch += f" = {world.data_size} ranks x {config.optim.microbatches} microbatches x {each}"
     # A finished run may have more than are asked for now.
-    asked = epochs(run.epoch(max(run.total_steps, run.start_step)))
-    return f"{run.total_steps:,} of {batch} images ({asked} epochs of {run.steps_per_epoch:,})"
+    whole = epochs(run.epoch(max(run.total_steps, run.start_step)))
+    return f"{run.total_steps:,} of {batch} images ({whole} epochs of {run.steps_per_epoch:,})"
 
 
 def _time(run: Run) -> str | None:
