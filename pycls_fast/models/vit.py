@@ -238,8 +238,9 @@ class VisionTransformer(Network):
         return {f"{path}.{name}" for path, module in owners for name, _ in module.named_parameters(recurse=False)}
 
     def _expert_layers(self, units: Iterable[nn.Module] | None = None) -> list[ExpertsMlp]:
-        blocks = (block for block in (self.blocks if units is None else units) if isinstance(block, Block))
-        return [block.mlp for block in blocks if isinstance(block.mlp, ExpertsMlp)]
+        # FairScale's wrappers are around the blocks.
+        modules = (module for unit in (self.blocks if units is None else units) for module in unit.modules())
+        return [module for module in modules if isinstance(module, ExpertsMlp)]
 
     def experts(self) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
         return [(layer, layer.fc1, layer.fc2) for layer in self._expert_layers()]

@@ -44,7 +44,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def wrapped(world: World, *overrides: str, config_name: str = "vit_digits") -> tuple[Any, nn.Module, Any]:
     """The configuration, the network as it was before, and the wrapped one."""
-    tiny = TINY if config_name == "vit_digits" else ("model.depth=18", "data.image_size=8")
+    tiny = ("model.depth=18", "data.image_size=8") if config_name == "resnet_digits" else TINY
     config = config_of("parallel=fairscale_fsdp", *tiny, "data.root=x", *overrides, name=config_name)
     switches = build.switches(config, world.device)
     plain = build.model(config, 10, switches)
@@ -114,6 +114,15 @@ def test_batch_norm_statistics_of_the_average_are_averaged_over_ranks(world: Wor
     assert statistics > 0
     assert len(averaged) == 2 * statistics
     assert len({id(buffer) for buffer in averaged}) == 2 * statistics
+
+
+def test_experts_in_wrappers_add_their_losses(world: World) -> None:
+    _, plain, ours = wrapped(world, config_name="vit_moe_digits")
+    images_BCHW = torch.randn(4, 3, 8, 8)
+    for network in (plain, ours.forward):
+        network(images_BCHW)
+    torch.testing.assert_close(ours.forward.auxiliary_loss(), plain.auxiliary_loss())
+    torch.testing.assert_close(ours.forward.facts(), plain.facts())
 
 
 def state_of(ours: Any, network: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
