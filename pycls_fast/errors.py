@@ -41,6 +41,7 @@ def first_line(error: BaseException) -> str:
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
+_LACKS_KERNEL = re.compile("No available kernel|No viable backend for scaled_dot_product_attention")
 _LACKS_GPU_MEMORY = re.compile(r"(CUDA error|Triton Error \[CUDA\]): (out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 
 
@@ -220,6 +221,8 @@ def _of_the_machine(error: BaseException) -> Sequence[str] | None:
         return [f"{name[:99]}{'...' * (len(name) > 99)}{': ' * bool(name)}{error.strerror}"]
     if str(error) == "can't start new thread":
         return ["the system gives no more threads (ulimit -u) or no memory for them (ulimit -v)"]
+    if _LACKS_KERNEL.search(str(error)):
+        return ["speed.attention: this device has no such kernel for the model's sizes and format; use sdpa"]
     if not is_out_of_memory(error):
         return None
     asked = first_line(error).rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")[0].rstrip(".")

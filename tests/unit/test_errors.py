@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pycls_fast.errors import UserError, first_line, one_of, print_lines, refusing, reporting
+from pycls_fast.models.layers import ATTENTION
 
 
 def test_it_survives_a_pickle() -> None:
@@ -87,6 +88,11 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (failing(torch.AcceleratorError("CUDA error: out of memory\nSearch")), "the device is out of memory (CUDA"),
         (failing(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")), "the device is out of memory (CUDA"),
         (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
+        (
+            lambda: len(ATTENTION["sdpa_cudnn"](*[torch.ones(1, 1, 2, 8)] * 3)),
+            "speed.attention: this device has no such",
+        ),
+        (failing(RuntimeError("No available kernel. Aborting execution.")), "speed.attention: this device has no"),
         (failing(OSError(errno.ENOSPC, "No space left on device")), "No space left on device\n"),
         (failing(PermissionError(errno.EACCES, "Permission denied", "/a")), "/a: Permission denied\n"),
     ],
