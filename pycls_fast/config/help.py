@@ -51,6 +51,7 @@ def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[
     texts: list[str] = []
     mistakes: list[str] = []
     found = {f"{file.parent.name}={file.stem}": file for folder in folders for file in folder.glob("*/*.yaml")}
+    found |= {f"ladder={file.stem}": file for folder in folders for file in (folder / LADDERS).glob("*.yaml")}
     for word in words:
         try:
             if word in experiments:
@@ -75,7 +76,7 @@ def _page(own: type[Section], folders: Sequence[Path], experiments: Iterable[str
         yield "\ngroups, GROUP=NAME (--help GROUP, GROUP=NAME or GROUP.KEY describes one):"
         there = {group: options(group, folders) for group in groups(folders)}
         if "ladder" in own.model_fields:
-            there["ladder"] = options(LADDERS, folders)
+            there["ladder"] = options("ladder", folders)
         for group, names in sorted(there.items()):
             yield _filled(", ".join(names), width, f"  {group:<10} ", " " * 13)
         yield "\nof every run: GROUP.KEY=VALUE run_dir=PATH seed=N resume=auto|never|PATH"

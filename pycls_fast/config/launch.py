@@ -148,7 +148,7 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
     if flags.help:
         imports = [override for override in flags.overrides if override.startswith("imports=")]
         import_modules(module_names({"imports": _value(imports[-1]) if imports else None}))
-        known = {*FAMILIES, *groups(folders)}
+        known = {*FAMILIES, *groups(folders), "ladder"}
         words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in known]
         print(help_text(verb, folders, [] if verb.words else words))
         return DONE

@@ -200,9 +200,10 @@ def groups(folders: Sequence[Path]) -> set[str]:
 
 
 def options(group: str, folders: Sequence[Path]) -> list[str]:
-    """The names that `group=NAME` takes: of presets, and of files in folders of configurations."""
+    """The names that `group=NAME` (or `ladder=NAME`) takes: of presets, and of files in folders of configurations."""
+    place = LADDERS if group == "ladder" else group
     return sorted(
-        {*PRESETS.get(group, ()), *(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))}
+        {*PRESETS.get(group, ()), *(file.stem for folder in folders for file in (folder / place).glob("*.yaml"))}
     )
 
 
