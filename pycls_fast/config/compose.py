@@ -253,16 +253,22 @@ ALIASES = {
 """Short names of keys, on the command line and from Python."""
 
 
+def with_long_key(override: str) -> str:
+    """`epochs=3` -> `schedule.epochs=3`."""
+    key, separator, value = override.partition("=")
+    return f"{ALIASES.get(key, key)}{separator}{value}"
+
+
 def long_name(override: str, folders: Sequence[Path], *, is_sourced: bool = False) -> str:
     """`epochs=3` -> `schedule.epochs=3`, and `data=FOLDER` -> `data.root=FOLDER` unless it names an option of data.
 
     `is_sourced`: `data.source` is typed, too, so `data=NAME` is a folder, even one that is not there."""
     # No name has a slash or a dot: a folder or a table that is not there is told as one.
-    key, separator, value = override.partition("=")
+    key, _, value = override.partition("=")
     is_other = key != "data" or value.startswith("{") or value in options("data", folders)
     if not is_other and (is_sourced or {"/", "."} & set(value) or exists(user_path(value))):
-        key = "data.root"
-    return f"{ALIASES.get(key, key)}{separator}{value}"
+        return f"data.root={value}"
+    return with_long_key(override)
 
 
 def long_names(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:

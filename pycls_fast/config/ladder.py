@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Section
-from pycls_fast.config.compose import long_names, validate
-from pycls_fast.config.keys import CONFIGS, as_typed
+from pycls_fast.config.compose import validate, with_long_key
+from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import LADDERS, RunConfig
 from pycls_fast.errors import UserError, did_you_mean, one_of, refusing
 from pycls_fast.files import user_path
@@ -20,7 +20,7 @@ from pycls_fast.speed import SWITCHES
 from pycls_fast.values import AUTO, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Size, Text
 
 # So that a key has one name.
-Overrides = Annotated[tuple[Text, ...], AfterValidator(lambda given: tuple(long_names(given, [CONFIGS])))]
+Overrides = Annotated[tuple[Text, ...], AfterValidator(lambda given: tuple(map(with_long_key, given)))]
 Mode = Literal["crossed", "cumulative"]
 
 

@@ -124,6 +124,14 @@ def test_a_question_about_the_experiment_as_it_is(switch: str, picked: dict[str,
     assert ladder.baseline.overrides == ()
 
 
+def test_an_option_in_a_folder_of_ones_own_is_no_folder_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cats").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Variant(name="both", overrides=("data=cats", "lr=1")).overrides == ("data=cats", "optim.lr=1")
+
+
 def test_a_larger_image_has_whole_patches() -> None:
     ladder = LADDER.model_copy(update={"variants": (Variant(name="larger", image_size_ratio=256 / 224),)})
     for name, overrides, size in (("vit_s16", ["data.root=/x"], 256), ("vit_digits", [], None)):
