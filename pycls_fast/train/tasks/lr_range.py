@@ -34,7 +34,7 @@ _SHOWN = 1.5
 @dataclass(frozen=True)
 class LrRange:
     """The learning rates (`optim.lr`) at which the smoothed loss falls fastest (per logarithm of the rate), is lowest,
-    and rises above its start again; None for what a sweep does not show."""
+    and rises above its start for good; None for what a sweep does not show."""
 
     suggested: float | None
     lowest: float | None
@@ -56,15 +56,14 @@ def interpret(rates: Sequence[float], losses: Sequence[float]) -> LrRange:
     if not finite:
         return LrRange(None, None, float(rates[0]))
     smoothed = smooth(finite)
-    lowest = int(smoothed.argmin())
     # The average over the first few is not meaningful yet.
-    first = min(len(smoothed) // 10, lowest)
-    above = np.flatnonzero(smoothed[lowest + 1 :] > smoothed[first]) + lowest + 1
-    diverges = float(rates[above[0]]) if len(above) else None
-    if diverges is None and len(finite) < len(losses):
-        diverges = float(rates[len(finite)])
-    # A head that was fitted leaves little to fall: then the steepest place is one of the batches' scatter.
-    scatter = np.std(np.array(finite)[first : lowest + 1] - smoothed[first : lowest + 1])
+    first = len(smoothed) // 10
+    lowest = first + int(smoothed[first:].argmin())
+    # From batch to batch. A head that was fitted leaves little to fall: then places and rises may be of this alone.
+    scatter = np.median(np.abs(np.diff(finite, append=finite[-1])))
+    # The first step from which on the loss is above its start, or not finite.
+    above = int(np.flatnonzero(smoothed <= smoothed[first] + scatter)[-1]) + 1
+    diverges = float(rates[above]) if above < len(losses) else None
     if lowest - first < 2 or smoothed[first] - smoothed[lowest] < scatter:
         return LrRange(None, None, diverges)
     slope = np.gradient(smoothed, np.log(np.array(rates[: len(smoothed)])))

@@ -32,7 +32,7 @@ from pycls_fast.train.features import collect_features, knn_votes
 from pycls_fast.train.head import PENALTIES, _some, fit_each, fit_head, fit_logistic, sigmoid_shift
 from pycls_fast.train.signals import Stopped
 from pycls_fast.train.tasks import lr_range
-from pycls_fast.train.tasks.lr_range import interpret, lr_range_test
+from pycls_fast.train.tasks.lr_range import LrRange, interpret, lr_range_test
 from pycls_fast.train.tasks.score import score_neighbours
 from tests.factories import config_of
 from tests.unit.inference.conftest import VIT, make_run
@@ -140,7 +140,8 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
     assert verdict.diverges is not None
     assert interpret(RATES[:1], [math.inf]).suggested is None
     scatter = np.random.default_rng(0).normal(1.0, 0.1, len(RATES))
-    assert interpret(RATES, list(scatter)).suggested is None
+    assert interpret(RATES, list(scatter)) == LrRange(None, None, None)
+    assert interpret(RATES, [*scatter[:-1], math.nan]) == LrRange(None, None, RATES[-1])
 
 
 def test_the_last_losses_do_not_flatten_the_picture_of_the_others(
