@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": ("train", "data=my_images weights=timm:resnet50.a1_in1k epochs=10"),
-    "test": ("weights", "weights=RUN output=scores.json"),
+    "test": ("weights", "RUN output=scores.json"),
     "predict": ("weights", "RUN more_images format=csv"),
-    "export": ("weights", "weights=RUN output=model.onnx format=onnx"),
+    "export": ("weights", "RUN model.onnx"),
     "prepare": ("train", "verify data=my_images"),
     "time": ("measure", "--config-name vit_s16 'compare=[speed=reference,speed=fast]'"),
     "ledger": ("measure", "--config-name vit_digits ladder=modern"),
     "compare": ("measure", "RUN OTHER_RUN"),
     "runs": ("measure", "runs/finetune"),
     "knn": ("weights", "data=my_images weights=timm:resnet50.a1_in1k"),
-    "soup": ("weights", "weights=RUN 'others=[RUN,RUN]' output=soup.safetensors"),
-    "calibrate": ("weights", "weights=RUN output=calibrated.safetensors"),
+    "soup": ("weights", "RUN RUN RUN output=soup.safetensors"),
+    "calibrate": ("weights", "RUN output=calibrated.safetensors"),
     "lr-find": ("train", "data=my_images weights=timm:resnet50.a1_in1k"),
     "maps": ("weights", "RUN cat.jpg"),
     "plan": ("train", "--config-name vit_h16 cluster=h100x64"),
@@ -44,7 +44,7 @@ def main(verb: str | None = None) -> NoReturn:
         from pycls_fast.config.help import shell_completion
 
         raise SystemExit(reporting(lambda: shell_completion(sys.argv[2:], VERBS, find_verb, verb)))
-    if verb is None and sys.argv[1:2] in ([], ["--help"], ["-h"]):
+    if verb is None and sys.argv[1:2] in ([], ["--help"], ["-h"], ["help"]):
         raise SystemExit(reporting(_print_verbs))
     if verb is None:
         verb = _first_word()
@@ -66,7 +66,11 @@ def _first_word() -> str:
     word = sys.argv[1]
     if word in VERBS:
         return word
+    from pycls_fast.config.keys import CONFIGS
+
     way_out = did_you_mean(word, VERBS) or f"; the verbs are {', '.join(VERBS)}"
+    if (CONFIGS / f"{word}.yaml").is_file():
+        way_out = f", but an experiment: pycls-fast train --config-name {word}"
     print(f"error: {word}: no such verb{way_out}", file=sys.stderr)
     raise SystemExit(MISTAKE)
 

@@ -25,7 +25,7 @@ def _imported(verb: Verb) -> dict[str, Any]:
 class _ImagesOptions(Section):
     """Keys that name a network and images."""
 
-    run: Text
+    weights: Text
     """A run folder (its best checkpoint), a checkpoint (RUN/checkpoints/step_000000100), a safetensors file from
     pycls-fast export, timm:NAME or torchvision:NAME; each has its own class names and preprocessing."""
     images: tuple[str, ...]
@@ -40,7 +40,7 @@ class _ImagesOptions(Section):
     """The modules that register a model of your own."""
 
 
-class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
+class PredictVerb(_ImagesOptions, Verb, default=None, words=("weights", "images")):
     """Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
 
     Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
@@ -79,7 +79,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
         return predict_images(**given)
 
 
-class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
+class MapsVerb(_ImagesOptions, Verb, default=None, words=("weights", "images")):
     """Where a network looks, as pictures: `pycls-fast maps RUN IMAGES... [key=value ...]`.
 
     Draws one row per image: the crop that the network sees with its prediction, and maps over it.
@@ -101,8 +101,8 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("run", "images")):
         return draw_maps(**_imported(self))
 
 
-class ExportVerb(Verb, default=None):
-    """Export a checkpoint to other programs: `pycls-fast export weights=RUN output=FILE.safetensors [format=...]`.
+class ExportVerb(Verb, default=None, words=("weights", "output")):
+    """Export a checkpoint to other programs: `pycls-fast export RUN FILE.safetensors [format=...]`.
 
     All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
     strings in their metadata, for timm in config.json, and all but timm's the configuration without paths; onnx,
@@ -142,8 +142,8 @@ class ExportVerb(Verb, default=None):
         return export_weights(given.pop("weights"), given.pop("output"), **given)
 
 
-class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, scores=True)):
-    """Evaluate a checkpoint: `pycls-fast test weights=RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
+class TestVerb(Verb, words=("weights",), config_of_weights=True, purpose=Purpose(scores_sets=True, scores=True)):
+    """Evaluate a checkpoint: `pycls-fast test RUN_OR_CHECKPOINT [split=val] [output=FILE.json]`.
 
     Without `--config-name` the configuration is the one that the weights were trained with, as stored in a run, a
     checkpoint or an exported file. Weights of timm and torchvision are scored with their own preprocessing, beside the
@@ -170,8 +170,8 @@ class TestVerb(Verb, config_of_weights=True, purpose=Purpose(scores_sets=True, s
         return score(config, **dict(self), typed=typed_keys())
 
 
-class SoupVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
-    """Average the weights of several runs: `pycls-fast soup weights=RUN 'others=[RUN,RUN]' [method=greedy]`.
+class SoupVerb(Verb, words=("weights", "others"), config_of_weights=True, purpose=Purpose(scores=True)):
+    """Average the weights of several runs: `pycls-fast soup RUN RUN RUN [method=greedy]`.
 
     Runs that were fine-tuned from the same weights, with other seeds or learning rates, often give a better network as
     their mean, which costs no more than one of them (Wortsman et al., Model soups, 2022). Data and preprocessing are
@@ -197,8 +197,8 @@ class SoupVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
         return make_soup(config, **dict(self))
 
 
-class CalibrateVerb(Verb, config_of_weights=True, purpose=Purpose(scores=True)):
-    """Make probabilities say how often they are right: `pycls-fast calibrate weights=RUN output=FILE.safetensors`.
+class CalibrateVerb(Verb, words=("weights",), config_of_weights=True, purpose=Purpose(scores=True)):
+    """Make probabilities say how often they are right: `pycls-fast calibrate RUN output=FILE.safetensors`.
 
     Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
     exports of the file are calibrated. The predicted classes stay as they are.

@@ -264,8 +264,8 @@ def long_name(override: str, folders: Sequence[Path], *, is_sourced: bool = Fals
 
     `is_sourced`: `data.source` is typed, too, so `data=NAME` is a folder, even one that is not there."""
     # No name has a slash or a dot: a folder or a table that is not there is told as one.
-    key, _, value = override.partition("=")
-    is_other = key != "data" or value.startswith("{") or value in options("data", folders)
+    key, separator, value = override.partition("=")
+    is_other = f"{key}{separator}" != "data=" or value.startswith("{") or value in options("data", folders)
     if not is_other and (is_sourced or {"/", "."} & set(value) or exists(user_path(value))):
         return f"data.root={value}"
     return with_long_key(override)

@@ -11,10 +11,10 @@ import sys
 import tempfile
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_origin
 
 import hydra
 import yaml
@@ -47,7 +47,7 @@ from pycls_fast.config.compose import (
 )
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.help import help_text
-from pycls_fast.config.keys import CONFIGS, key_of, typed_values
+from pycls_fast.config.keys import CONFIGS, key_of, quoted, typed_values
 from pycls_fast.config.messages import explaining, unreadable
 from pycls_fast.config.run import RunConfig, groups
 from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
@@ -181,9 +181,23 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
 
 def _with_words(overrides: Sequence[str], verb: type[Verb]) -> list[str]:
     """The overrides, in which words are the values of `verb.words`."""
-    bare = [each for each in overrides if verb.words and "=" not in each and not each.startswith("~")]
-    named = [f"{key}={word}" for key, word in zip(verb.words, bare, strict=False)]
-    return [*named, *(each for each in overrides if each not in bare[: len(named)])]
+    words = [each for each in overrides if "=" not in each and not each.startswith("~")]
+    others = [each for each in overrides if each not in words]
+    named = [
+        f"{key}={value}" if isinstance(value, str) else f"{key}=[{','.join(map(quoted, value))}]"
+        for key, value in _take_named(words, verb, {key_of(each) for each in others})
+    ]
+    return [*named, *words, *others]
+
+
+def _take_named(words: list[str], verb: type[Verb], given: Container[str]) -> Iterator[tuple[str, Any]]:
+    """Take from the words, and yield, the values of those of `verb.words` that are not given."""
+    for key in verb.words:
+        if key not in given and words:
+            own = verb.model_fields.get(key)
+            is_list = own is not None and get_origin(own.annotation) is tuple
+            yield key, tuple(words) if is_list else words[0]
+            del words[: None if is_list else 1]
 
 
 def _with_hydra(
@@ -260,7 +274,7 @@ def _checked(composed: Composed, verb: type[Verb], purpose: Purpose) -> tuple[Ru
     own = {key: value for key, value in composed.values.items() if key in verb.model_fields}
     mistakes: list[str] = []
     try:
-        called = validate(verb, own, composed.where)
+        called = validate(verb, own, lambda key: composed.where(key) if key in own else "the command line")
         purpose = dataclasses.replace(purpose, needs_data=purpose.needs_data and called.reads_images)
     except UserError as error:
         mistakes += error.lines
@@ -291,11 +305,7 @@ def read_options(arguments: Sequence[str], verb: type[Verb]) -> Verb:
             values[key] = text
         else:
             raise UserError(unreadable(argument))
-    for key in verb.words:
-        is_list = verb.model_fields[key].annotation == tuple[str, ...]
-        if key not in values and key not in texts and (bare or is_list):
-            texts[key] = tuple(bare) if is_list else bare.pop(0)
-            bare = [] if is_list else bare
+    texts.update(_take_named(bare, verb, {*values, *texts}))
     if bare:
         raise UserError(unreadable(bare[0]))
     # Names of files need not be UTF-8, JSON text must be: the validation sees "?" instead.

@@ -115,6 +115,8 @@ def unreadable(override: str, folders: Sequence[Path] = ()) -> str:
     way_out = "write key=value, quoting lists and spaces"
     if override in _available("", folders):
         way_out = f"did you mean --config-name {override}?"
+    elif Path(override).is_dir():
+        way_out = f"did you mean data={override}?"
     return f"cannot read '{override}' on the command line; {way_out}"
 
 

@@ -35,7 +35,7 @@ _BATCH, _OPACITY = 8, 0.7
 
 
 def draw_maps(
-    run: str,
+    weights: str,
     images: Sequence[str],
     *,
     kind: str | None,
@@ -53,7 +53,7 @@ def draw_maps(
         raise UserError(f"images: {len(source):,} are more than the {MOST_IMAGES} that are drawn at once; give fewer")
     path = output_file(output or f"{kind or 'maps'}.png")
     # Attention maps are computed explicitly; all other layers may use the fast kernels.
-    classifier = load(run, which=which, device=device)
+    classifier = load(weights, which=which, device=device)
     kind = kind or ("attention" if isinstance(classifier.network, VisionTransformer) else "class")
     unreadable: list[tuple[str, str]] = []
     batches = classifier.batches(source, batch_size=_BATCH, skip=lambda *one: unreadable.append(one))

@@ -32,7 +32,7 @@ _MORE = 2
 
 
 def predict(
-    run: str,
+    weights: str,
     images: Sequence[str],
     *,
     format: str,  # noqa: A002  # the key that the user types
@@ -52,7 +52,7 @@ def predict(
     output = None if output == "-" else output
     output = output or ("predictions.png" if format == "sheet" else None)
     path = None if output is None else output_file(output)
-    classifier = load(run, which=which, device=device, precision=precision)
+    classifier = load(weights, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
     too_many = f"{batch_size or BATCH_SIZE} images at a time; use a smaller one"
     # On a terminal the rows of a CSV show how far it is.

@@ -10,7 +10,7 @@ import pytest
 from pycls_fast import __version__
 from pycls_fast.cli import VERBS, find_verb, main
 from pycls_fast.config.compose import load_config
-from pycls_fast.config.launch import _with_usage
+from pycls_fast.config.launch import _with_usage, _with_words
 from pycls_fast.errors import UserError
 from tests.conftest import Typed
 
@@ -47,6 +47,8 @@ def test_each_verb_has_help(typed: Typed, verb: str) -> None:
 
 def test_a_mistyped_verb(typed: Typed) -> None:
     assert typed("trian", "seed=1") == (2, "", "error: trian: no such verb; did you mean train?\n")
+    experiment = "error: finetune: no such verb, but an experiment: pycls-fast train --config-name finetune\n"
+    assert typed("finetune", "data=.") == (2, "", experiment)
     # The usage is for what is missing.
     assert "the command is" not in typed("train", "optim.lrr=1")[2]
 
@@ -64,6 +66,15 @@ def test_a_missing_value_is_answered_with_the_usage(typed: Typed, words: str) ->
     last = err.splitlines()[-1]
     assert last.startswith(f"error: the command is pycls-fast {verb} ")
     assert last.endswith(f", for example pycls-fast {verb} {VERBS[verb][1]}")
+
+
+def test_words_are_the_values_of_keys() -> None:
+    soup = find_verb("soup")
+    assert _with_words(["a", "b c", "d,e", "seed=1"], soup) == ["weights=a", 'others=["b c","d,e"]', "seed=1"]
+    # Words are not lost where the key is given.
+    assert _with_words(["a", "weights=b"], soup) == ['others=["a"]', "weights=b"]
+    assert _with_words(["a", "weights=b"], find_verb("test")) == ["a", "weights=b"]
+    assert _with_words(["~optim", "a"], find_verb("train")) == ["a", "~optim"]
 
 
 def test_the_usage_does_not_answer_what_a_file_lacks() -> None:

@@ -65,6 +65,8 @@ ONE_MISTAKE = [
     # What cannot be read.
     ("optim.lr", "cannot read 'optim.lr' on the command line; write key=value, quoting lists and spaces"),
     ("vit_s16", "cannot read 'vit_s16' on the command line; did you mean --config-name vit_s16?"),
+    ("tests", "cannot read 'tests' on the command line; did you mean data=tests?"),
+    ("data", "cannot read 'data' on the command line; ..."),
     ("optim.betas=0.9,0.95", "Ambiguous value for argument 'optim.betas=0.9,0.95' 1. To use it as a list, ..."),
     ("seed=range(1,3)", "Sweep parameters 'seed=range(1,3)' requires --multirun"),
     ("data.root=/caf\udce9", "a value cannot be read (...); paths must be valid UTF-8"),

@@ -53,7 +53,7 @@ def own_tool(folder: Path, body: str, first: str = "") -> Path:
             ],
         ),
         ("ledger", ["--config-name", "finetune", "data.root=."], [NO_WEIGHTS, LEDGER]),
-        ("predict", ["run=x", "topk=0"], ["topk: must be greater than 0; got 0 (the command line)"]),
+        ("predict", ["x", "a.jpg", "topk=0"], ["topk: must be greater than 0; got 0 (the command line)"]),
     ],
 )
 def test_a_mistake_ends_the_process_with_status_2(

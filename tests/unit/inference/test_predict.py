@@ -204,8 +204,8 @@ def test_what_a_value_is() -> None:
 @pytest.mark.parametrize(
     ("tool", "arguments", "line"),
     [
-        ("predict", [], "run: missing; set it with run=VALUE"),
-        ("predict", ["RUN"], "images: none were given; give files, folders or patterns"),
+        ("predict", [], "weights: missing; set it with weights=VALUE"),
+        ("predict", ["RUN"], "images: missing; set it with images=VALUE"),
         ("predict", ["RUN", "IMAGES", "topk=0"], "topk: must be greater than 0; got 0"),
         (
             "predict",
