@@ -112,7 +112,9 @@ def replicate(network: Network, world: World, settings: StrategySettings) -> Par
         # (World.average_buffers).
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
-        find_unused_parameters=network.skips_parameters,
+        # Else torch fills buckets in another order from the second step of a process on, and with three ranks or more
+        # the order decides how a sum is rounded: a run that resumes would not be the same to the bit.
+        find_unused_parameters=network.skips_parameters or torch.are_deterministic_algorithms_enabled(),
         # By default torch also has a small first bucket, which is sent sooner.
         bucket_cap_mb=megabytes if megabytes > _BUCKET else None,
     )

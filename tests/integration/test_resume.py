@@ -29,6 +29,7 @@ from tests.integration.runs import (
     records,
     run,
     run_process,
+    under_torchrun,
     wait_for_step,
 )
 from tests.processes import Started
@@ -106,6 +107,16 @@ def test_eight_steps_are_five_and_three(tmp_path: Path, digits: Path, adapted: b
         assert_same_bits(parts[part], whole[part])
     losses = [[record["loss"] for record in records(tmp_path / name, "train")] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_three_ranks_that_resume_add_in_the_same_order(tmp_path: Path, digits: Path) -> None:
+    """Two have no other order."""
+    keys = [*TINY, f"data.root={digits}", "data.global_batch_size=48", "runtime.deterministic=true"]
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        run_process(under_torchrun(command(*keys, f"run_dir={name}", f"schedule.max_steps={steps}"), 3), cwd=tmp_path)
+    whole, parts = newest_checkpoint(tmp_path / "whole"), newest_checkpoint(tmp_path / "parts")
+    assert_same_bits(parts["optimizer"], whole["optimizer"])
 
 
 @pytest.mark.slow
