@@ -6,7 +6,7 @@ same shards (hybrid sharding). Parameters keep their names and become DTensors s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,7 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         "mp_policy": _formats(network, settings),
     }
     _shard_experts(network, world, settings, names, common)
+    common["shard_placement_fn"] = _placement(network, world)
     for whole, units in parts:
         # A parameter without dimensions, for example.
         with refusing("parallel.name: fsdp cannot shard this network", ValueError, use="use parallel=ddp"):
@@ -113,6 +114,20 @@ def _shard_experts(
                 shard_placement_fn=lambda _: Shard(1),
                 reshard_after_forward=settings.parallel.reshard_after_forward,
             )
+
+
+def _placement(network: Network, world: World) -> Callable[[nn.Parameter], Shard | None]:
+    """The axis along which a parameter is sharded, if not the first: experts that ranks cannot share evenly are sharded
+    by their outputs. Else some ranks would have more of them, and their padding would be gathered."""
+    assert world.mesh is not None
+    ranks, tensor = world.mesh["shard"].size(), world.tensor
+    experts = {parameter for _, *layers in network.experts() for layer in layers for parameter in layer.parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        uneven = parameter in experts and len(parameter) % ranks > 0
+        return Shard(1) if uneven and parameter.shape[1] % (ranks * tensor) == 0 else None
+
+    return place
 
 
 def _formats(network: Network, settings: StrategySettings) -> MixedPrecisionPolicy:

@@ -76,6 +76,17 @@ def test_ranks_that_cannot_share_experts() -> None:
             wrap_model(network, World(0, 10, CPU, mesh=mesh, experts=experts), StrategySettings(Parallel(name="fsdp")))
 
 
+def test_ranks_have_equal_parts_of_few_experts() -> None:
+    """Not one expert, where others have none."""
+    network = build.model(config_of(*TINY, "model.mlp_width=48", name="vit_moe_digits"), 10, Speed(), empty=True)
+    layers = [layer for _, *both in network.experts() for layer in both]
+    whole = [p.numel() for layer in layers for p in layer.parameters()]
+    with imagined(8):
+        wrap_model(network, World(0, 8, CPU, mesh=mesh_of(None, 8)), StrategySettings(Parallel(name="fsdp")))
+        parts = [local(p).numel() for layer in layers for p in layer.parameters()]
+    assert [8 * part for part in parts] == whole
+
+
 def test_a_norm_over_shards_and_parts_counts_each_number_once() -> None:
     config = config_of(*TINY, "data.image_size=8", "parallel.tensor_degree=2")
     switches, counted = build.switches(config, CPU), []
