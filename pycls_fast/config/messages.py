@@ -40,14 +40,27 @@ USUAL_KEYS = {
     "auto_augment": "augment.policy",
     "trivial_augment": "augment.policy",
     "three_augment": "augment.policy",
+    "val_split": "data.val_fraction",
+    "opt": "optim",
+    "grad_accum": "optim.accumulation_steps",
+    "freeze": "optim.trainable",
     "clip_grad": "optim.clip_norm",
     "grad_clip": "optim.clip_norm",
     "num_epochs": "schedule.epochs",
     "max_epochs": "schedule.epochs",
+    "steps": "schedule.max_steps",
+    "patience": "schedule.early_stopping_evals",
+    "drop_path_rate": "model.drop_path",
+    "criterion": "loss",
     "amp": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gpu": "runtime.device",
+    "wandb": "trackers",
     "pretrained": "weights",
     "checkpoint": "weights",
     "output_dir": "run_dir",
+    "output": "run_dir",
 }
 
 
@@ -208,9 +221,11 @@ def _unknown(
     known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]
     siblings += [] if parent else also
     near = nearest(name, siblings)
-    # The key may have another project's name, or exist in another group.
-    elsewhere = [k for k in sorted(known) if k.rpartition(".")[2] == name and k != key]
-    meant = [USUAL_KEYS.get(name), near and f"{parent}.{near}".lstrip("."), *elsewhere]
+    # The key may have another project's name, exist in another group, or be a part of one's name.
+    last = {k: k.rpartition(".")[2] for k in sorted(known) if k != key}
+    elsewhere = [k for k, own in last.items() if own == name]
+    partly = [k for k, own in last.items() if own.startswith(f"{name}_") or f"_{own}_".endswith(f"_{name}_")]
+    meant = [USUAL_KEYS.get(name), near and f"{parent}.{near}".lstrip("."), *elsewhere, *partly]
     found = next((each for each in meant if each in known or each in also), None)
     has = f"{parent or 'the run'} has {', '.join(siblings)}"
     return f"unknown key; did you mean {found}?" if found else f"unknown key; {has}"
