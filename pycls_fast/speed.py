@@ -21,14 +21,13 @@ from pydantic import SerializerFunctionWrapHandler, field_validator, model_seria
 
 from pycls_fast.choice import Section
 from pycls_fast.errors import UserError, refuse
+from pycls_fast.models.choices import Model
 from pycls_fast.optim.choices import Optimizer
 from pycls_fast.values import Off, OffOn
 
 Numerics = Literal["identical", "rounding", "training"]
 Device = Literal["cpu", "cuda"]
 Fast = Literal["cpu", "cuda", "cpu16", "cuda16"]
-MODEL_KINDS = ("vit", "resnet", "timm")
-"""The values of `model.kind`."""
 
 # Some process settings exist only in glibc.
 HAS_GLIBC = platform.libc_ver()[0] == "glibc"
@@ -42,21 +41,22 @@ class Switch:
         numerics: how closely the other values must match the first.
         fast: the best value, or by device (`cpu`), or by device if products are in 16 bits (`cpu16`); the first value
             where nothing is said.
-        models: the kinds of model in which it changes anything.
         device: the device that a value needs.
         needs: the other settings that a value cannot be without.
         note: what to know of a value when it is measured.
         name, values: of its field; filled in.
+        models: the kinds of our models that it is for, whose `build` takes it (`Model.switches`); empty for one that is
+            not within the network; filled in.
     """
 
     numerics: Numerics
     fast: str | Mapping[Fast, str] = ""
-    models: tuple[str, ...] = MODEL_KINDS
     device: Mapping[str, Device] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     note: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     values: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
     @property
     def reference(self) -> str:
@@ -70,9 +70,9 @@ class Switch:
         wide = self.fast.get(device, self.reference)
         return self.fast.get("cpu16" if device == "cpu" else "cuda16", wide) if in_16_bits else wide
 
-    def concerns(self, kind: str) -> bool:
-        """Whether it has an effect on this `model.kind`; a kind of the user's own has the switches of all kinds."""
-        return kind in self.models or self.models == MODEL_KINDS
+    def concerns(self, model: Model | type[Model]) -> bool:
+        """Whether it has an effect on this model."""
+        return not self.models or self.name in model.switches
 
 
 _COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
@@ -96,44 +96,37 @@ class Speed(Section):
         Switch(
             "rounding",
             fast={"cpu": "sdpa", "cuda": "sdpa", "cpu16": "products"},
-            models=("vit", "timm"),
             device={"sdpa_efficient": "cuda", "sdpa_cudnn": "cuda"},
             note={"sdpa_flash": "on CUDA only in 16 bits", "sdpa_cudnn": "only in 16 bits"},
         ),
     ] = "reference"
     """torch's fused scaled_dot_product_attention, whose N x N scores are never written: sdpa lets torch pick the
     kernel, the others name it, and fail if it cannot run. products: written out, with its own backward pass."""
-    layout: Annotated[Literal["batch_first", "batch_second"], Switch("rounding", models=("vit",))] = "batch_first"
+    layout: Annotated[Literal["batch_first", "batch_second"], Switch("rounding")] = "batch_first"
     """Features inside are (B, N, D) or (N, B, D). Parameters, checkpoints, images and logits are the same."""
-    qkv: Annotated[
-        Literal["separate", "fused"], Switch("rounding", fast={"cpu16": "fused", "cuda16": "fused"}, models=("vit",))
-    ] = "separate"
-    """Queries, keys and values by three products, or by one with the three matrices joined when they are used."""
-    linear: Annotated[Literal["torch", "products"], Switch("rounding", fast={"cpu16": "products"}, models=("vit",))] = (
-        "torch"
+    qkv: Annotated[Literal["separate", "fused"], Switch("rounding", fast={"cpu16": "fused", "cuda16": "fused"})] = (
+        "separate"
     )
+    """Queries, keys and values by three products, or by one with the three matrices joined when they are used."""
+    linear: Annotated[Literal["torch", "products"], Switch("rounding", fast={"cpu16": "products"})] = "torch"
     """The blocks' linear layers by torch, or by products that suit a CPU."""
     gelu: Annotated[
         Literal["torch", "polynomial"],
         Switch(
             "rounding",
             fast={"cpu16": "polynomial"},
-            models=("vit",),
             needs={"polynomial": "speed.compile=model"},
             note={"polynomial": "only in 16 bits; in float32 it is torch's"},
         ),
     ] = "torch"
     """GELU by torch's error function, or by polynomials in compiled code and 16 bits."""
-    patches: Annotated[Literal["convolution", "product"], Switch("rounding", fast="product", models=("vit",))] = (
-        "convolution"
-    )
+    patches: Annotated[Literal["convolution", "product"], Switch("rounding", fast="product")] = "convolution"
     """Patches are projected by a convolution whose stride is its size, or cut out and projected by one product."""
     convolution: Annotated[
         Literal["torch", "products"],
         Switch(
             "rounding",
             fast={"cpu16": "products"},
-            models=("resnet",),
             needs={"products": "speed.memory_format=channels_last"},
         ),
     ] = "torch"
@@ -214,7 +207,7 @@ class Speed(Section):
     # The step around the network.
     metrics: Annotated[Literal["step", "interval"], Switch("identical", fast="interval")] = "step"
     """When the host reads loss and gradient norm: in every step, or once per runtime.log_every_steps."""
-    sequence_padding: Annotated[Literal["none", "8", "64"], Switch("rounding", models=("vit",))] = "none"
+    sequence_padding: Annotated[Literal["none", "8", "64"], Switch("rounding")] = "none"
     """Tokens are padded to a multiple of 8 or 64 before the blocks; no token attends to the padding."""
     cross_entropy: Annotated[Literal["plain", "fused"], Switch("rounding")] = "plain"
     """The loss and its gradient compiled into few kernels that read the logits once."""
@@ -223,7 +216,6 @@ class Speed(Section):
         OffOn,
         Switch(
             "rounding",
-            models=("vit", "resnet"),
             device={"on": "cuda"},
             needs={"on": "speed.optimizer=fused speed.metrics=interval"},
         ),
@@ -247,7 +239,7 @@ class Speed(Section):
     param_offload: Annotated[Literal["none", "cpu"], Switch("rounding", device={"cpu": "cuda"})] = "none"
     """The optimizer's state and its float32 copy of the weights are in the host's memory, and the host updates them."""
     drop_path_compute: Annotated[
-        Literal["multiply", "skip"], Switch("rounding", models=("vit",), note={"skip": "only with model.drop_path"})
+        Literal["multiply", "skip"], Switch("rounding", note={"skip": "only with model.drop_path"})
     ] = "multiply"
     """Drop-path computes a branch for the kept samples only (skip) instead of multiplying the dropped ones by zero."""
 
@@ -287,7 +279,9 @@ def _switches() -> Iterator[tuple[str, Switch]]:
     for name, info in Speed.model_fields.items():
         for about in info.metadata:
             if isinstance(about, Switch):
-                yield name, dataclasses.replace(about, name=name, values=typing.get_args(info.annotation))
+                models = tuple(kind for kind, model in Model.choices().items() if name in model.switches)
+                values = typing.get_args(info.annotation)
+                yield name, dataclasses.replace(about, name=name, values=values, models=models)
 
 
 SWITCHES: Mapping[str, Switch] = dict(_switches())

@@ -98,7 +98,7 @@ class Conflict:
 
     def holds(self, now: Situation) -> bool:
         """Whether both conditions are met, and the network has the switches that they name."""
-        concerned = all(SWITCHES[name].concerns(now.config.model.kind) for name in self.switches)
+        concerned = all(SWITCHES[name].concerns(now.config.model) for name in self.switches)
         return concerned and self.a.holds(now) and self.b.holds(now)
 
     def line(self, now: Situation) -> tuple[str, str]:
@@ -108,8 +108,8 @@ class Conflict:
 
 
 # fmt: off
-DRAWS_ON_DEVICE = Condition(
-    "model.drop_path", lambda now: now.config.model.kind not in ("vit", "resnet") and now.config.model.drop_path > 0)
+FOREIGN = Condition("model.kind", lambda now: now.config.model.kind not in ("vit", "resnet"))
+DRAWS_ON_DEVICE = Condition("model.drop_path", lambda now: FOREIGN.holds(now) and now.config.model.drop_path > 0)
 MICROBATCHES = Condition("optim.accumulation_steps", lambda now: now.config.optim.microbatches > 1)
 SHARDED = Condition("parallel.name", lambda now: now.strategy.shards_weights)
 RESHARDS = Condition(
@@ -227,6 +227,7 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     *(("speed.cuda_graphs=on", other, why, use) for other, why, use in _ASKS_THE_HOST),
     ("speed.cuda_graphs=on", NOT_CAPTURABLE,
      "its lr is on the host (on the device with optim=adamw or sgd and speed.optimizer=fused)", _NO_RECORDING),
+    ("speed.cuda_graphs=on", FOREIGN, "only our own networks are known to ask the host nothing", _NO_RECORDING),
     ("speed.cuda_graphs=on", MICROBATCHES, "one microbatch a step is recorded, and the host draws for each",
      f"optim.accumulation_steps=1 or {_NO_RECORDING}"),
     ("speed.cuda_graphs=on", "data.image_size_schedule!=[]",
@@ -353,7 +354,7 @@ def problems(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     yield from misfits(config)
     for name, value in by_hand.items():
         switch = SWITCHES[name]
-        if not switch.concerns(kind) and value != switch.reference:
+        if not switch.concerns(config.model) and value != switch.reference:
             only = f"{value} is for model.kind={' and '.join(switch.models)} and has no effect with model.kind={kind}"
             yield f"speed.{name}", f"{only}; use speed.{name}={switch.reference}"
     yield from (row.line(now) for row in CONFLICTS if row.switches <= by_hand.keys() and row.holds(now))

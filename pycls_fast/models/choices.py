@@ -26,7 +26,7 @@ class Model(Choice, key="model", tag="kind"):
     """The number of outputs; null: found from the data."""
 
     switches: ClassVar[tuple[str, ...]] = ()
-    """The switches (keys of `speed`) whose values `build` takes as keyword arguments."""
+    """The switches (keys of `speed`) that the network has, whose values `build` takes as keyword arguments."""
 
     @property
     def called(self) -> str:

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": _LEAVES,
     "optim": _LEAVES | {"losses"},
     "losses": _LEAVES,
-    "speed": _LEAVES | {"optim"},
+    "speed": _LEAVES | {"models", "optim"},
     "precision": _LEAVES,
     "strategies": _LEAVES,
     "config": _LEAVES | {"data", "models", "observers", "optim", "speed", "precision", "strategies"},

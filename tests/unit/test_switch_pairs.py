@@ -21,10 +21,11 @@ from pycls_fast.config import RunConfig
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure.workloads import synthetic_batch
+from pycls_fast.models.choices import Model
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.seeds import microbatch_seed
-from pycls_fast.speed import MODEL_KINDS, SWITCHES, Speed
+from pycls_fast.speed import SWITCHES, Speed
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.metrics import TrainMetrics
 from tests.factories import assert_same_bits, config_of, nudge
@@ -50,7 +51,7 @@ BASE = {
         ],
     ),
 }
-assert set(BASE) == set(MODEL_KINDS), "each kind of model needs a small experiment"
+assert set(BASE) == Model.choices().keys() - {"given"}, "each kind of model needs a small experiment"
 # Something is erased and mixed, or moving it between host and device would be tried on nothing.
 COMMON = [
     "data.image_size=16", "data.global_batch_size=8", "augment.erase_probability=0.5", "augment.erase_value=noise",
@@ -115,7 +116,7 @@ def pairs() -> list[Pair]:
                 (switch.name, value)
                 for switch in SWITCHES.values()
                 for value in switch.values[1:]
-                if kind in switch.models and not is_refused(kind, {switch.name: value})
+                if switch.concerns(Model.choices()[kind]) and not is_refused(kind, {switch.name: value})
             ],
             2,
         )
@@ -196,7 +197,7 @@ def twin(kind: str, level: str, *switches: str) -> Trained:
 
 
 def check(kind: str, found: Trained, plain: Trained, *, near: float, lag_near: float) -> None:
-    there = [switch for switch in SWITCHES.values() if kind in switch.models]
+    there = [switch for switch in SWITCHES.values() if switch.concerns(Model.choices()[kind])]
     numerics = {
         switch.numerics
         for switch in there

@@ -18,7 +18,8 @@ from pycls_fast.config.compose import Composed, check, compose
 from pycls_fast.config.conflicts import CONFLICTS, Condition, Conflict, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
-from pycls_fast.speed import MODEL_KINDS, SWITCHES
+from pycls_fast.models.choices import Model, ResNetModel
+from pycls_fast.speed import SWITCHES
 
 # A value for each condition that excludes some.
 OTHER = {
@@ -45,6 +46,7 @@ OTHER = {
 MODELS = {"model.experts=0|null": "vit_digits", "model.kind!=vit": "resnet50"}
 # Settings that make a fact true.
 EXAMPLES = {
+    conflicts.FOREIGN: "model=timm model.name=vit_tiny_patch16_224",
     conflicts.DRAWS_ON_DEVICE: "model=timm model.name=vit_tiny_patch16_224 model.drop_path=0.1",
     conflicts.NO_FILES: "data.source=tar",
     conflicts.MICROBATCHES: "optim.accumulation_steps=2",
@@ -161,7 +163,7 @@ def test_a_row_refuses_and_each_way_out_passes(conflict: Conflict) -> None:
         assert of_this_row(way_out) == [], way_out
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
     name, *overrides = EXPERIMENTS[kind]
     config = load_config(name, ["speed=reference", *overrides])
@@ -169,7 +171,19 @@ def test_a_switch_by_hand_that_the_model_has_nothing_of(kind: str) -> None:
         for value in switch.values:
             told = dict(problems(config.with_values(speed={switch.name: value}), Purpose()))
             line = told.get(f"speed.{switch.name}", "")
-            assert (" is for model.kind=" in line) == (kind not in switch.models and value != switch.reference)
+            assert (" is for model.kind=" in line) == (
+                not switch.concerns(Model.choices()[kind]) and value != switch.reference
+            )
+
+
+def test_a_model_of_ones_own_has_the_switches_that_it_names() -> None:
+    class Own(ResNetModel):
+        switches = ("layout",)
+
+    config = load_config("resnet_digits", ["speed=reference"]).with_values(speed={"layout": "batch_second"})
+    assert "speed.layout" in dict(problems(config, Purpose()))
+    own = config.model_copy(update={"model": Own.model_construct(**dict(config.model))})
+    assert "speed.layout" not in dict(problems(own, Purpose()))
 
 
 @pytest.mark.parametrize(
