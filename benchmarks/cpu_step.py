@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from provenance import provenance_lines
 from turns import Clock, Contender, add_clock, around_median, clock_of, take_turns
 
 from pycls_fast import build
@@ -31,7 +32,7 @@ from pycls_fast.config import load_config
 from pycls_fast.ledger.measure.workloads import Trainer, synthetic_batch
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.environment import environment, provenance_lines
+from pycls_fast.train.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CLASSES = 1000

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import provenance_lines
 from turns import Contender, add_clock, around_median, clock_of, take_turns
 
 from pycls_fast.data.choices import Augment
@@ -38,7 +39,7 @@ from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.transforms import EvalTransform, TrainTransform
 from pycls_fast.ledger.report.statistics import spread
-from pycls_fast.train.environment import environment, provenance_lines
+from pycls_fast.train.environment import environment
 
 SIZE, SHORT_SIDE = 224, 320
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

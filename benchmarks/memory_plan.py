@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from provenance import provenance_lines
 
 from pycls_fast import build
 from pycls_fast.config import load_config
@@ -30,7 +31,6 @@ from pycls_fast.ledger.measure.workloads import synthetic_batch
 from pycls_fast.plan.memory_plan import MemoryPlan
 from pycls_fast.plan.memory_plan import gigabytes as readable
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.environment import provenance_lines
 from pycls_fast.train.metrics import TrainMetrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "memory_plan.md"

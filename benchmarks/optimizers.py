@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from provenance import provenance_lines
 from torch import nn
 from torch.optim import Optimizer
 from turns import Clock, Contender, add_clock, around_median, clock_of, take_turns
@@ -30,7 +31,6 @@ from pycls_fast.parallel.launch import start_world
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.strategies import Parallel
-from pycls_fast.train.environment import provenance_lines
 
 WARMUP = 3
 

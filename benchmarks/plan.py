@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from provenance import provenance_lines
 from timm.utils.model import reparameterize_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,7 +42,6 @@ from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.memory_plan import USABLE
 from pycls_fast.plan.operators import CountWork, LiveMemory, Work
 from pycls_fast.plan.search import Search
-from pycls_fast.train.environment import provenance_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "plan.md"
 TABLES = {

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from provenance import provenance_lines
 from words import command_words
 
 from pycls_fast.config import load_config
@@ -24,7 +25,6 @@ from pycls_fast.plan import cluster as clusters
 from pycls_fast.plan.calibrate import calibrate
 from pycls_fast.plan.layout import Layout
 from pycls_fast.plan.search import Search
-from pycls_fast.train.environment import provenance_lines
 
 MODELS = {
     "ViT-S/16": ("vit_s16", "model.drop_path=0"),

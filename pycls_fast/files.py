@@ -79,23 +79,19 @@ def checkpoints(folder: Path) -> Iterator[Path]:
     yield from sorted((path for path in folder.glob("step_*") if _NAME.match(path.name)), key=step_of, reverse=True)
 
 
-def best_first(path: Path) -> Iterator[Path]:
-    """Checkpoints of a run folder or of a folder of checkpoints: `best`, which may not exist, then the latest first."""
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    yield folder / BEST
-    yield from checkpoints(folder)
-
-
 def weights_at(path: Path) -> Path | None:
     """The file or checkpoint of weights that a path names: a file, a checkpoint, a timm model's folder (`config.json`
-    beside `model.safetensors`), or the best, else the newest checkpoint of a run; None if there is none."""
+    beside `model.safetensors`), or the best, else the newest checkpoint of a run or of its folder of checkpoints; None
+    if there is none."""
     if path.is_file():
         return weights_file(path)
     if any((path / name).is_file() for name in (".metadata", STATE)):
         return path.resolve()
     if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
         return (path / "model.safetensors").absolute()
-    return next((found.resolve() for found in best_first(path) if found.exists()), None)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    best_first = (folder / BEST, *checkpoints(folder))
+    return next((found.resolve() for found in best_first if found.exists()), None)
 
 
 @contextmanager

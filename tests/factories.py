@@ -25,8 +25,8 @@ from pycls_fast import build
 from pycls_fast.config import Purpose, RunConfig, load_config
 from pycls_fast.config.compose import check, compose
 from pycls_fast.config.keys import CONFIGS
-from pycls_fast.config.of_weights import saved_in_run
-from pycls_fast.config.saved import SAVED, register
+from pycls_fast.config.reuse import SAVED, register
+from pycls_fast.config.saved import saved_in_run
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.world import ALONE, World

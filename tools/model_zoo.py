@@ -96,7 +96,7 @@ def _run(entry: Mapping[str, Any]) -> str:
     return f"- `{given or entry['experiment']}`: {entry['top1']:.2f}{note}{minutes}, {entry['date']}\n"
 
 
-class ZooVerb(Verb, default=None):
+class ZooVerb(Verb, experiment=None):
     """Write docs/zoo.md: `python tools/model_zoo.py`."""
 
     def __call__(self) -> int:

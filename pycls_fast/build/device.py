@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pycls_fast import precision, speed
-from pycls_fast.config import tasks
+from pycls_fast.config import scheduler
 from pycls_fast.config.compose import import_modules
 from pycls_fast.config.conflicts import switch_problems
 from pycls_fast.config.run import RunConfig
@@ -134,7 +134,7 @@ def cores() -> int:
 def cores_per_rank() -> int:
     """This rank's share of `cores()`, at least 1."""
     # Ranks of a node share its cores, but a scheduler may have assigned each task its own.
-    own = os.environ.get("SLURM_CPUS_PER_TASK") if tasks.is_task() else None
+    own = os.environ.get("SLURM_CPUS_PER_TASK") if scheduler.is_task() else None
     return max(min(cores(), int(own)) if own else cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 

@@ -92,7 +92,7 @@ class TimeVerb(Verb):
         return time_variants(chosen, **{key: value for key, value in self if key != "compare"})
 
 
-class ReportVerb(Verb, default=None, words=("ledger",)):
+class ReportVerb(Verb, experiment=None, words=("ledger",)):
     """Draw the page of a ledger again: `pycls-fast ledger report LEDGER.json [output=FOLDER]`."""
 
     ledger: Text
@@ -106,7 +106,7 @@ class ReportVerb(Verb, default=None, words=("ledger",)):
         return redraw(**dict(self))
 
 
-class CheckVerb(Verb, default=None, words=("baseline", "new")):
+class CheckVerb(Verb, experiment=None, words=("baseline", "new")):
     """Whether a variant has lost speed or accuracy: `pycls-fast ledger check BASELINE.json NEW.json [key=value ...]`.
 
     Prints how two ledgers differ. Exit status: 0, or 1 if something is lost.
@@ -228,7 +228,7 @@ class LedgerVerb(
         return run_ladder(experiment, ladder, settings, output, dry_run=self.dry_run, accept_code=self.accept_code)
 
 
-class RunsVerb(Verb, default=None, words=("folders",)):
+class RunsVerb(Verb, experiment=None, words=("folders",)):
     """A table of many runs: `pycls-fast runs FOLDER... [key=value ...]`.
 
     A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the
@@ -258,7 +258,7 @@ class RunsVerb(Verb, default=None, words=("folders",)):
         return status
 
 
-class CompareVerb(Verb, default=None, words=("run_a", "run_b")):
+class CompareVerb(Verb, experiment=None, words=("run_a", "run_b")):
     """Two runs side by side: `pycls-fast compare RUN_A RUN_B [key=value ...]`.
 
     Shows different settings, loss and accuracy curves, top-1 and top-5 with a paired test over the images, the images

@@ -22,7 +22,7 @@ _MOST_CLASSES = 20
 
 
 # Only the experiment's data group is used; it detects the format of what is in data.root.
-class PrepareVerb(Verb, default="resnet50", words=("mode",)):
+class PrepareVerb(Verb, experiment="resnet50", words=("mode",)):
     """Prepare a dataset: `pycls-fast prepare pack|verify|index data.root=PATH [key=value ...]`.
 
     pack     write the splits to output=FOLDER in a few files each, for data.source=packed; run again, it resumes
@@ -158,7 +158,7 @@ def _told(kind: str, groups: Sequence[Sequence[tuple[str, int]]], splits: dict) 
     return names
 
 
-class MachineVerb(Verb, default=None):
+class MachineVerb(Verb, experiment=None):
     """Measure this machine for plans: `pycls-fast plan calibrate [output=here.yaml]`."""
 
     output: Annotated[str, Field(pattern=r"\.yaml$")] = "here.yaml"
@@ -172,7 +172,7 @@ class MachineVerb(Verb, default=None):
         return DONE
 
 
-class PlanVerb(Verb, default="vit_h16", purpose=Purpose(needs_data=False), subcommands={"calibrate": MachineVerb}):
+class PlanVerb(Verb, experiment="vit_h16", purpose=Purpose(needs_data=False), subcommands={"calibrate": MachineVerb}):
     """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
 
     Which layouts of the ranks fit into memory, and how fast they are, the best first: data and sharding, microbatches,
@@ -267,7 +267,7 @@ class TrainVerb(Verb, purpose=Purpose(trains=True)):
         return train_network(config)
 
 
-class LrFindVerb(Verb, default="finetune", purpose=Purpose(trains=True)):
+class LrFindVerb(Verb, experiment="finetune", purpose=Purpose(trains=True)):
     """Find a learning rate: `pycls-fast lr-find data=FOLDER weights=SOURCE [--config-name EXPERIMENT]`.
 
     Trains `steps` steps of the experiment with optim.lr rising from lr_min to lr_max, and prints where the loss falls

@@ -40,7 +40,7 @@ class _ImagesOptions(Section):
     """The modules that register a model of your own."""
 
 
-class PredictVerb(_ImagesOptions, Verb, default=None, words=("weights", "images")):
+class PredictVerb(_ImagesOptions, Verb, experiment=None, words=("weights", "images")):
     """Classify images: `pycls-fast predict RUN IMAGES... [key=value ...]`.
 
     Unreadable files are listed at the end. Exit status: 0, or 2 if no image could be read.
@@ -79,7 +79,7 @@ class PredictVerb(_ImagesOptions, Verb, default=None, words=("weights", "images"
         return predict_images(**given)
 
 
-class MapsVerb(_ImagesOptions, Verb, default=None, words=("weights", "images")):
+class MapsVerb(_ImagesOptions, Verb, experiment=None, words=("weights", "images")):
     """Where a network looks, as pictures: `pycls-fast maps RUN IMAGES... [key=value ...]`.
 
     Draws one row per image: the crop that the network sees with its prediction, and maps over it.
@@ -101,7 +101,7 @@ class MapsVerb(_ImagesOptions, Verb, default=None, words=("weights", "images")):
         return draw_maps(**_imported(self))
 
 
-class ExportVerb(Verb, default=None, words=("weights", "output")):
+class ExportVerb(Verb, experiment=None, words=("weights", "output")):
     """Export a checkpoint to other programs: `pycls-fast export RUN FILE.safetensors [format=...]`.
 
     All formats carry class names and preprocessing (image_size, crop_ratio, crop, interpolation, mean, std), as JSON
@@ -217,7 +217,7 @@ class CalibrateVerb(Verb, words=("weights",), config_of_weights=True, purpose=Pu
         return calibrate_weights(config, **dict(self))
 
 
-class KnnVerb(Verb, default="finetune", config_of_weights=True, purpose=Purpose(scores=True)):
+class KnnVerb(Verb, experiment="finetune", config_of_weights=True, purpose=Purpose(scores=True)):
     """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
 
     Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The

@@ -4,8 +4,8 @@ from pycls_fast.choice import Section
 from pycls_fast.config.compose import load_config
 from pycls_fast.config.conflicts import Purpose
 from pycls_fast.config.launch import Verb, command_alone, command_line, is_command, overrides_name, typed_keys, variant
+from pycls_fast.config.reuse import validate_saved
 from pycls_fast.config.run import RunConfig
-from pycls_fast.config.saved import validate_saved
 from pycls_fast.values import ModuleNames
 
 __all__ = [

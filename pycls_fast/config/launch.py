@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pycls_fast.choice import FAMILIES, Section
-from pycls_fast.config import saved
+from pycls_fast.config import reuse
 from pycls_fast.config.compose import (
     HYDRA_SETTINGS,
     Composed,
@@ -50,7 +50,7 @@ from pycls_fast.config.help import help_text
 from pycls_fast.config.keys import CONFIGS, key_of, quoted, typed_values
 from pycls_fast.config.messages import explaining, unreadable
 from pycls_fast.config.run import RunConfig, groups
-from pycls_fast.config.tasks import TaskStopped, is_task, join, run_task
+from pycls_fast.config.scheduler import TaskStopped, is_task, join, run_task
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, STOPPED, Finished, UserError, print_lines, refuse, reporting
 from pycls_fast.files import exists, timestamp
 from pycls_fast.values import Text
@@ -63,10 +63,10 @@ class Verb(Section):
             split: str = "val"
             def __call__(self, config): ...
 
-    It is called with the checked configuration (if `default` is None, with nothing) and returns the exit status.
+    It is called with the checked configuration (if `experiment` is None, with nothing) and returns the exit status.
 
     Attributes:
-        default: the experiment without `--config-name`; "": see `default_experiment`; None: the tool takes no
+        experiment: the one without `--config-name`; "": see `default_experiment`; None: the tool takes no
             configuration.
         words: the keys that arguments without `=` set, in this order; a list, which must be last, takes all the rest.
         subcommands: verbs that a first word selects instead.
@@ -75,7 +75,7 @@ class Verb(Section):
         example: a command line, for messages.
     """
 
-    default: ClassVar[str | None] = ""
+    experiment: ClassVar[str | None] = ""
     words: ClassVar[tuple[str, ...]] = ()
     subcommands: ClassVar[Mapping[str, type[Verb]]] = {}
     config_of_weights: ClassVar[bool] = False
@@ -98,7 +98,7 @@ def command_line(verb: type[Verb]) -> NoReturn:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in verb.subcommands:
         verb, arguments = verb.subcommands[arguments[0]], arguments[1:]
-    run = _run_with_config if verb.default is not None else _run_without_config
+    run = _run_with_config if verb.experiment is not None else _run_without_config
     sys.exit(reporting(lambda: run(verb, arguments)))
 
 
@@ -155,12 +155,12 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
     require_folders(folders)
     overrides, name, found = _with_words(flags.overrides, verb), flags.config_name, None
     if name is None and verb.config_of_weights:
-        found = saved.saved_with_weights(overrides)
+        found = reuse.saved_with_weights(overrides)
     if found is not None:
-        saved.register(found, overrides)
-        name = saved.SAVED
+        reuse.register(found, overrides)
+        name = reuse.SAVED
     elif name is None:
-        name = verb.default or default_experiment(overrides, folders)
+        name = verb.experiment or default_experiment(overrides, folders)
 
     def run(config: DictConfig) -> int:
         """One run, from what Hydra has composed."""

@@ -1,84 +1,15 @@
-"""What is saved with weights: the configuration of the run, and the model that they belong to."""
+"""The option `model=of_weights`: the model that `weights` belong to."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from pycls_fast.errors import UserError, refuse, refusing
-from pycls_fast.files import EXPORTED, STATE, exists, user_path, weights_at
+from pycls_fast.config.saved import saved_at
+from pycls_fast.errors import UserError, refuse
+from pycls_fast.files import user_path, weights_at
 from pycls_fast.models.choices import PRESETS as MODELS
-from pycls_fast.reading import (
-    TEXT_BYTES,
-    SavedConfiguration,
-    check,
-    open_file,
-    our_config,
-    parse_json,
-    read_json,
-    read_yaml,
-)
-
-
-@dataclass(frozen=True)
-class SavedConfig:
-    """A saved configuration: plain values as written, and their file."""
-
-    values: Mapping[str, Any]
-    file: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.values.get("config_name", self.file.stem))
-
-
-def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
-    """The configuration of a run's folder, a checkpoint or exported weights; None if there is none. What is `around`
-    counts, too: any file or folder in a run's folder stands for it."""
-    # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
-    if not exists(source):
-        return None  # A hub name, or an error that is reported when it is opened.
-    path, found = source.resolve(), weights_at(source)
-    if found is not None and found.suffix in (".safetensors", *EXPORTED) and (values := _in_file(found)) is not None:
-        return SavedConfig(values, found)
-    if found is not None and not (path / "config.yaml").is_file() and (state := found / STATE).is_file():
-        return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
-    nearby = (path, *source.absolute().parents[:2], *path.parents[:2]) if around else (path,)
-    run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
-    return None if run_dir is None else saved_in_run(run_dir)
-
-
-def _in_file(file: Path) -> dict[str, Any] | None:
-    """The configuration in an exported file, of safetensors in the header (8 bytes of length, then JSON text); None if
-    there is none."""
-    try:
-        if file.suffix in EXPORTED:
-            from pycls_fast.models.export_formats import open_exported
-
-            texts = open_exported(file)[1]
-        else:
-            with open_file(file, None) as stream:
-                header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
-            texts = header.get("__metadata__", {})
-        return our_config(texts)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None  # Reported when the tensors are read.
-
-
-def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
-    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
-        values = read(file)
-        check(SavedConfiguration, values)
-        return dict(values)
-
-
-def saved_in_run(run_dir: Path) -> SavedConfig:
-    file = run_dir / "config.yaml"
-    return SavedConfig(_read(read_yaml, file), file)
-
 
 SOURCES = "a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
 """What `weights` takes, for messages."""

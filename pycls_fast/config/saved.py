@@ -1,133 +1,78 @@
-"""Saved configurations: in a run's folder, in its checkpoints, and in weights exported from it."""
+"""Configurations that were saved: in a run's folder, in its checkpoints, and in weights exported from it."""
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from pycls_fast.choice import FAMILIES
-from pycls_fast.config.compose import long_names, module_names, validate
-from pycls_fast.config.keys import CONFIGS, key_of, typed_values
-from pycls_fast.config.of_weights import SavedConfig, saved_at
-from pycls_fast.config.run import RunConfig, groups
-from pycls_fast.errors import UserError, refuse, refusing
-from pycls_fast.files import user_path
-from pycls_fast.reading import interpolation
-
-SAVED = "saved_with_weights"
-"""The name under which Hydra finds a saved configuration."""
+from pycls_fast.errors import refusing
+from pycls_fast.files import EXPORTED, STATE, exists, weights_at
+from pycls_fast.reading import (
+    TEXT_BYTES,
+    SavedConfiguration,
+    check,
+    open_file,
+    our_config,
+    parse_json,
+    read_json,
+    read_yaml,
+)
 
 
-def saved_with_weights(overrides: Sequence[str]) -> SavedConfig | None:
-    """The configuration saved with what `weights=` names; None if there is none (files of other projects)."""
-    given = [override.partition("=")[2] for override in overrides if key_of(override) == "weights"]
-    if not given:
-        return None
-    # Quotes around the whole belong to Hydra's grammar, one at the end alone to the name.
-    path = re.sub(r"""^(['"])(.*)\1$""", r"\2", given[-1])
-    what = f"weights: {given[-1]} cannot be resolved before the configuration is found, which comes from there"
-    way_out = "write the path, or name an experiment with --config-name (the command line)"
-    with refusing(what, OmegaConfBaseException, use=way_out):
-        value = str(OmegaConf.create({"weights": path})["weights"])
-    # A comma is a part of a name, or a sweep has several, which are of one configuration.
-    found = (saved_at(user_path(source)) for source in (value, *value.split(",")))
-    return next((saved for saved in found if saved is not None), None)
+@dataclass(frozen=True)
+class SavedConfig:
+    """A saved configuration: plain values as written, and their file."""
+
+    values: Mapping[str, Any]
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.values.get("config_name", self.file.stem))
 
 
-def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
-    """A configuration from the plain values of a checkpoint or an exported file, `where`; combinations are not checked.
-    A `UserError` has one line per value that this version does not accept."""
+def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
+    """The configuration of a run's folder, a checkpoint or exported weights; None if there is none. What is `around`
+    counts, too: any file or folder in a run's folder stands for it."""
+    # Below, search both the link's target and its own folder: a link to another disk may be in the run folder.
+    if not exists(source):
+        return None  # A hub name, or an error that is reported when it is opened.
+    path, found = source.resolve(), weights_at(source)
+    if found is not None and found.suffix in (".safetensors", *EXPORTED) and (values := _in_file(found)) is not None:
+        return SavedConfig(values, found)
+    if found is not None and not (path / "config.yaml").is_file() and (state := found / STATE).is_file():
+        return SavedConfig(_read(lambda file: read_json(file)["config"], state), state)
+    nearby = (path, *source.absolute().parents[:2], *path.parents[:2]) if around else (path,)
+    run_dir = next((folder for folder in nearby if (folder / "config.yaml").is_file()), None)
+    return None if run_dir is None else saved_in_run(run_dir)
+
+
+def _in_file(file: Path) -> dict[str, Any] | None:
+    """The configuration in an exported file, of safetensors in the header (8 bytes of length, then JSON text); None if
+    there is none."""
     try:
-        return validate(RunConfig, {**values, "imports": []}, lambda key: where)
-    except UserError as error:
-        raise UserError(*error.lines, *_not_imported(values, where)) from error
+        if file.suffix in EXPORTED:
+            from pycls_fast.models.export_formats import open_exported
+
+            texts = open_exported(file)[1]
+        else:
+            with open_file(file, None) as stream:
+                header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
+            texts = header.get("__metadata__", {})
+        return our_config(texts)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # Reported when the tensors are read.
 
 
-def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The values of a saved configuration, which may be a stranger's, without those that are used only if they are
-    typed: modules to import, and folders of caches.
-
-    `given` are the values on the command line by key. A `UserError` if the file alone names modules that nobody has
-    imported, an address, or a folder to write to.
-    """
-    lines = [] if "imports" in given else list(_not_imported(saved.values, str(saved.file)))
-    values = {key: value for key, value in saved.values.items() if key != "imports"}
-    data = values.get("data")
-    # A dictionary is merged into what was saved; only a name takes its place.
-    if isinstance(data, Mapping) and given.get("data", "{").startswith("{"):
-        values["data"] = {key: value for key, value in data.items() if key not in _CACHES or value == "off"}
-        source = given.get("data.source", data.get("source"))
-        for key in ("root", "train", "val"):
-            place = str(data.get(key) or "")
-            what = None if f"data.{key}" in given else _not_just_read(place, str(source), is_root=key == "root")
-            if what is not None:
-                lines.append(
-                    f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
-                )
-    refuse(lines)
-    return values
+def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
+    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
+        values = read(file)
+        check(SavedConfiguration, values)
+        return dict(values)
 
 
-_CACHES = ("index_cache", "shard_cache", "shard_cache_gib")
-
-
-def _not_just_read(place: str, source: str, *, is_root: bool) -> str | None:
-    """What a place in `data` is if using it does more than read files: downloads or writes some; else None."""
-    if "://" in place:
-        return "an address"
-    if not is_root or not place:
-        return None
-    if source == "hub" and not user_path(place).is_dir():
-        return "a name on the Hugging Face hub"
-    # Half a folder of digits is completed, too.
-    is_written = source == "digits" and not (user_path(place) / "9").is_dir()
-    return "no folder of the digits, which would be written there" if is_written else None
-
-
-def _not_imported(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """A line if saved values name modules that this process has not imported; importing others runs no further code."""
-    names = [name for name in module_names(values) if name not in sys.modules]
-    if names:
-        yield (
-            f"imports: {where} names {', '.join(names)}, which may be a stranger's code; to run it, add "
-            f"imports=[{','.join(names)}] (in Python: import it first)"
-        )
-
-
-# What is taken from these sections; the rest depends on training, its machine and its number of ranks.
-_KEPT = {"speed": ("preset",), "parallel": ("backend", "timeout_seconds")}
-
-
-def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
-    """Give Hydra a saved configuration as the file `SAVED`; `overrides` are those that it will be composed with.
-
-    A group that they choose replaces the saved one; where they change its name (`data.source=packed`), the keys stay
-    that all its members have. Only the preset of `speed` is taken: the file holds the switches as resolved for training
-    on the run's device with its compiler, which may not be available here. Nothing of the strategy in `parallel` is
-    taken, since the network is not wrapped for scoring and there may be another number of ranks. A `UserError` for
-    values that Hydra would resolve, keys of its own, and as in `as_data`.
-    """
-    key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
-    if key is not None:
-        raise UserError(f"{saved.file}: {key}: is not resolved in a saved configuration; write its plain value")
-    given = typed_values(long_names(overrides, [CONFIGS]))
-    found = as_data(saved, given)
-    # speed comes last: its file meta2022 chooses those of other groups.
-    names = sorted(groups([CONFIGS]), key=lambda name: name == "speed")
-    chosen = {name for name in names if not given.get(name, "{").startswith("{")}
-    values: dict[str, Any] = {"defaults": ["_self_", *({name: None} for name in names)]}
-    for key, value in found.items():
-        if key != "config_name" and key not in chosen:
-            kept = _KEPT.get(key) if isinstance(value, dict) else None
-            tag = FAMILIES[key].tag if key in FAMILIES and isinstance(value, dict) else None
-            if tag is not None and given.get(f"{key}.{tag}", value.get(tag)) != value.get(tag):
-                kept = tuple(FAMILIES[key].model_fields)
-            values[key] = value if kept is None else {name: value[name] for name in kept if name in value}
-    ConfigStore.instance().store(SAVED, values)
+def saved_in_run(run_dir: Path) -> SavedConfig:
+    file = run_dir / "config.yaml"
+    return SavedConfig(_read(read_yaml, file), file)

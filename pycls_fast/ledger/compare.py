@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from pycls_fast import build
-from pycls_fast.config.of_weights import SavedConfig
-from pycls_fast.config.saved import as_data, validate_saved
+from pycls_fast.config.reuse import as_data, validate_saved
+from pycls_fast.config.saved import SavedConfig
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.to_rgb import Conversion
 from pycls_fast.errors import DONE, UserError, refusing
@@ -28,6 +28,7 @@ from pycls_fast.ledger.report.statistics import pair_images
 from pycls_fast.ledger.runs import NOT_SET, PLACE_KEYS, SavedRun, Values, find_runs, read_run, read_values, texts
 from pycls_fast.speed import SWITCHES
 from pycls_fast.train.by_class import class_scores
+from pycls_fast.train.display import SCORES
 from pycls_fast.train.environment import environment_command, versions
 from pycls_fast.train.evaluate import Evaluation, Predictions
 from pycls_fast.train.folder import RunFolder, nan_to_none, output_file, write_json, write_text
@@ -164,7 +165,7 @@ def _run(files: RunFiles) -> Record:
         "config_name": run.config.get("config_name"),
         "environment": dict(files.environment),
         "finished": run.summary is not None,
-        **{key: last.get(key) for key in ("top1", "top5", "class_top1", "map", "loss", "count")},
+        **{key: last.get(key) for key in (*SCORES, "loss", "count")},
         **{key: run.numbers[key] for key in ("best_top1", "images_per_second", "epoch")},
         "memory_peak_bytes": summary.get("memory_peak_bytes", newest.get("memory_peak_bytes")),
         **{key: summary.get(key) for key in _SUMMARY_KEYS},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pycls_fast.config.keys import flat
-from pycls_fast.config.of_weights import saved_in_run
+from pycls_fast.config.saved import saved_in_run
 from pycls_fast.errors import DONE, MISTAKE, UserError, cell, print_lines, refuse, refusing
 from pycls_fast.files import checkpoints, user_path
 from pycls_fast.ledger.report.statistics import mean_interval

@@ -157,8 +157,8 @@ class Display:
         )
 
 
-SCORES = {"map": "mAP", "f1": "F1", "top1": "top-1", "top5": "top-5", "class_top1": "balanced accuracy"}
-"""Their names in lines and pictures."""
+SCORES = {"top1": "top-1", "top5": "top-5", "class_top1": "balanced accuracy", "map": "mAP", "f1": "F1"}
+"""What an evaluation records in percent, and its names in lines, tables and pictures."""
 
 
 def says_nothing(record: Mapping[str, Any], key: str) -> bool:

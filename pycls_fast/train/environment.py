@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -75,19 +74,6 @@ def provenance(device: torch.device, world_size: int) -> dict[str, Any]:
     whole = environment(device, world_size)
     first = {key: whole[key] for key in ("command", "world_size", "device", "versions")}
     return {"time": time.time(), **first, "environment": whole}
-
-
-def provenance_lines(device: torch.device, command: str | None = None) -> list[str]:
-    """What a page of measurements begins with: command (None: that of this process), hardware, versions, date."""
-    found = environment(device, 1, command)
-    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
-    accelerator = "" if device.type == "cpu" else f", {found['device']}"
-    return [
-        f"- Command: `{found['command']}`",
-        f"- Hardware: {found['processor']}, {found['cpu_count']} cores, {threads}{accelerator}, {platform.system()}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
-        f"- Date: {datetime.datetime.now(tz=datetime.UTC).date()}",
-    ]
 
 
 def device_name(device: torch.device) -> str:

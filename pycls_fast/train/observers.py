@@ -14,6 +14,7 @@ from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError, f
 from pycls_fast.observers import Callback, Tracker
 from pycls_fast.reading import read_json
 from pycls_fast.train.agreement import on_main
+from pycls_fast.train.display import SCORES
 from pycls_fast.train.folder import writing
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 # Keys of a training record that say when it was, not what it measured.
 _WHEN = {"step", "epoch", "time"}
-_EVAL = ("top1", "top5", "class_top1", "map", "f1", "loss")
 # A stopped run waits so long for a server.
 _STOPPED_SECONDS = 15.0
 _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
@@ -133,7 +133,7 @@ class Observers:
 
 
 def _scores(place: str, record: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{place}/{name}": record[name] for name in _EVAL if record.get(name) is not None}
+    return {f"{place}/{name}": record[name] for name in (*SCORES, "loss") if record.get(name) is not None}
 
 
 @contextmanager

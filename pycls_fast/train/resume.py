@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.config import command_alone, is_command, tasks
+from pycls_fast.config import command_alone, is_command, scheduler
 from pycls_fast.config.keys import as_typed, flat
 from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
@@ -79,27 +79,30 @@ def find_start(
     Raises:
         UserError: a checkpoint is missing or damaged, or the folder holds a run although `resume=never`.
     """
-    named, found = _named(config), None
+    named = _named(config)
     goes_on = named is not None and not restarted and _was_resumed_from(folder, world, named)
-    own = restarted or goes_on or config.resume == "auto"
-    if own:
-        found = checkpoint.newest(folder.checkpoints, display.warn, world)
-    # Only rank 0 checks: by the time another rank looks, this run's own files may be there.
+    if restarted or goes_on or config.resume == "auto":
+        own = checkpoint.newest(folder.checkpoints, display.warn, world)
+        if own is not None and goes_on:
+            before = f"this run was resumed from {named} before"
+            display.note(f"resume: {before}; it continues from its own newest checkpoint")
+        if own is not None:
+            return own.require(SavedState)
+        # Only rank 0 checks, here and below: by the time another rank looks, this run's own files may be there.
+        if world.from_main(world.is_main and any(folder.records("checkpoint"))):
+            raise UserError(
+                f"run_dir: {folder.path} has records of checkpoints, but {folder.checkpoints} holds none; bring them "
+                "back (is the disk mounted?), or start again in another run_dir"
+            )
     elif config.resume == "never" and world.from_main(world.is_main and folder.has_run):
         raise UserError(f"run_dir: {folder.path} already holds a run; choose another or use resume=auto")
-    if goes_on and found is not None:
-        display.note(f"resume: this run was resumed from {named} before; it continues from its own newest checkpoint")
-    if own and found is None and world.from_main(world.is_main and any(folder.records("checkpoint"))):
-        raise UserError(
-            f"run_dir: {folder.path} has records of checkpoints, but {folder.checkpoints} holds none; bring them back "
-            "(is the disk mounted?), or start again in another run_dir"
-        )
-    if found is None and named is not None:
-        try:
-            found = checkpoint.open_checkpoint(named, world)
-        except UserError as error:
-            raise UserError(*(f"resume: {line}" for line in error.lines)) from error
-    return found and found.require(SavedState)
+    if named is None:
+        return None
+    try:
+        found = checkpoint.open_checkpoint(named, world)
+    except UserError as error:
+        raise UserError(*(f"resume: {line}" for line in error.lines)) from error
+    return found.require(SavedState)
 
 
 def resume(run: Run, resumed_from: checkpoint.Checkpoint | None) -> None:
@@ -247,7 +250,7 @@ def _command(run: Run) -> str:
     if run.config.resume != "auto":
         # With any other value it would start from where this run first started, or refuse the folder.
         command += " resume=auto"
-    if run.world.size > 1 and not tasks.is_task():
+    if run.world.size > 1 and not scheduler.is_task():
         nodes = max(1, run.world.size // int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size)))
         each = run.world.size // nodes
         launcher = f"torchrun --nproc_per_node {each}" + (

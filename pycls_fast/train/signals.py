@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-from pycls_fast.config import tasks
+from pycls_fast.config import scheduler
 from pycls_fast.errors import UserError, end_import, is_first_of_node, refusing, say_at_once
 
 # A signal that comes again sooner is the same one: `timeout` and others signal a process, then its group.
@@ -80,7 +80,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    warnings = tasks.warning_signals()
+    warnings = scheduler.warning_signals()
     numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *warnings}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
@@ -109,7 +109,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
                 raise SystemExit(128 + number)
         if request.finished:
             return
-        if tasks.is_task() and number in warnings and callable(former):
+        if scheduler.is_task() and number in warnings and callable(former):
             request.launcher_handler = partial(former, number, None)
         if not request:
             request.name, request.asked_at = signal.Signals(number).name, time.monotonic()

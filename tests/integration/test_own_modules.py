@@ -18,7 +18,7 @@ import pycls_fast
 from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.compose import import_modules
-from pycls_fast.config.saved import saved_with_weights
+from pycls_fast.config.reuse import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.train.saved_weights import open_weights

@@ -31,7 +31,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     ) -> tuple[int, list[str], list[tuple[RunConfig, Any]]]:
         calls: list[tuple[RunConfig, Any]] = []
 
-        class Called(options, Verb, **{"default": "vit_digits", "words": (), **settings}):  # type: ignore[misc, valid-type]
+        class Called(options, Verb, **{"experiment": "vit_digits", "words": (), **settings}):  # type: ignore[misc, valid-type]
             def __call__(self, config: RunConfig) -> int:
                 calls.append((config, self))
                 return 0

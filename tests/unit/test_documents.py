@@ -65,7 +65,7 @@ def test_a_command_composes(typed: str, tool: Tool, tmp_path: Path) -> None:
             (tmp_path / f"{name}.py").write_text(module)
         run_process([sys.executable, str(ROOT / TRAIN), *arguments, "--cfg", "job"], cwd=tmp_path)
         return
-    status, lines, calls = tool(*arguments, default="", purpose=Purpose(trains=True))
+    status, lines, calls = tool(*arguments, experiment="", purpose=Purpose(trains=True))
     # No mistake, and no note of values that were meant for another optimizer.
     assert (status, lines) == (0, [])
     assert calls

@@ -19,8 +19,8 @@ import torch
 
 from pycls_fast.config import load_config, validate_saved
 from pycls_fast.config.compose import long_name
-from pycls_fast.config.of_weights import SavedConfig, saved_at
-from pycls_fast.config.saved import as_data, register
+from pycls_fast.config.reuse import as_data, register
+from pycls_fast.config.saved import SavedConfig, saved_at
 from pycls_fast.data import native
 from pycls_fast.data.sources import arrays, folders, remote, tables, tars
 from pycls_fast.data.sources.files import OpenFiles

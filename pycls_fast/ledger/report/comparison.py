@@ -9,7 +9,7 @@ from typing import Any
 from pycls_fast.config.keys import as_typed
 from pycls_fast.ledger.report.page import INK, PALE, Chart, plain_axes
 from pycls_fast.ledger.runs import shortened
-from pycls_fast.train.display import duration, epochs, human, plain_table, wide_console
+from pycls_fast.train.display import SCORES, duration, epochs, human, plain_table, wide_console
 from pycls_fast.train.pictures import render
 
 Record = Mapping[str, Any]
@@ -71,10 +71,7 @@ def notes(record: Record) -> list[str]:
 
 # What a row of numbers is called, its key, its text, and how B is compared with A.
 _NUMBERS: Sequence[tuple[str, str, Callable[[float], str], str]] = (
-    ("top-1, %", "top1", "{:.2f}".format, "+.2f"),
-    ("top-5, %", "top5", "{:.2f}".format, "+.2f"),
-    ("balanced accuracy, %", "class_top1", "{:.2f}".format, "+.2f"),
-    ("mAP, %", "map", "{:.2f}".format, "+.2f"),
+    *((f"{name}, %", key, "{:.2f}".format, "+.2f") for key, name in SCORES.items()),
     ("loss", "loss", "{:.4f}".format, "+.4f"),
     ("best top-1, %", "best_top1", "{:.2f}".format, "+.2f"),
     ("images evaluated", "count", "{:,}".format, ""),

@@ -150,7 +150,7 @@ def test_values_that_an_experiment_keeps_for_another_optimizer_are_named(tool: T
     ],
 )
 def test_own_images_or_weights_are_fine_tuned(tool: Tool, words: list[str], experiment: str) -> None:
-    status, lines, calls = tool(*words, default="", purpose=Purpose(needs_data=False))
+    status, lines, calls = tool(*words, experiment="", purpose=Purpose(needs_data=False))
     assert (status, lines, {config.config_name for config, _ in calls}) == (0, [], {experiment})
 
 
@@ -169,7 +169,7 @@ def test_weights_that_are_not_there_are_told_before_their_data(tool: Tool, tmp_p
     weights = tmp_path / name
     # The second would not fit the model that is built without weights.
     for more in ([], ["data.image_size=100"]):
-        status, lines, _ = tool(f"weights='{weights}'", *more, default="", config_of_weights=True)
+        status, lines, _ = tool(f"weights='{weights}'", *more, experiment="", config_of_weights=True)
         assert [line.partition(";")[0] for line in lines] == [f"error: weights: there are none at {weights}"]
         assert status == 2
 

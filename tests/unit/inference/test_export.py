@@ -23,8 +23,8 @@ from pycls_fast.config import validate_saved
 from pycls_fast.config.keys import PATHS
 from pycls_fast.config.launch import read_options
 from pycls_fast.config.messages import section_keys
+from pycls_fast.config.reuse import saved_with_weights
 from pycls_fast.config.run import RunConfig
-from pycls_fast.config.saved import saved_with_weights
 from pycls_fast.errors import UserError
 from pycls_fast.inference.export import export
 from pycls_fast.models.export_formats import FORMATS, SUFFIXES, About
