@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from pycls_fast.config.keys import as_typed
-from pycls_fast.config.of_weights import SOURCES
+from pycls_fast.config.of_weights import SOURCES, none_at
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.sizes import misfits
 from pycls_fast.data.source import Files
@@ -386,4 +386,4 @@ def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
         if ":" in weights or weights_at(user_path(weights)) is not None:
             yield "data.root", f"not set; give {folder} as data=PATH"
         else:
-            yield "weights", f"there are none at {weights}; give {SOURCES}"
+            yield "weights", none_at(weights)

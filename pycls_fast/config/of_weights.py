@@ -16,6 +16,15 @@ SOURCES = "a run, a file, timm:NAME, torchvision:NAME or hf:ORG/NAME"
 OF_WEIGHTS = "of_weights"
 """The option of the group `model` with which `weights` chooses the model."""
 
+
+def none_at(weights: str) -> str:
+    """The message that there are no such weights."""
+    import timm
+
+    way_out = f"did you mean timm:{weights}?" if timm.is_model_pretrained(weights) else f"give {SOURCES}"
+    return f"there are none at {weights}; {way_out}"
+
+
 # torchvision's vision transformers under our names; its ResNets have the same.
 _TORCHVISION = {"vit_b_16": "vit_b16", "vit_l_16": "vit_l16", "vit_h_14": "vit_h14"}
 
@@ -84,6 +93,6 @@ def of_weights(values: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[s
             found = _of_file(path.name)
     if found is None:
         if is_missing:
-            refuse([f"weights: there are none at {weights}; give {SOURCES}"])
+            refuse([f"weights: {none_at(weights)}"])
         return given, None
     return {**found, **{key: value for key, value in given.items() if key in kept}}, size

@@ -167,6 +167,8 @@ def test_a_run_that_resumes_goes_on_without_the_file_of_its_weights(home: Path) 
 def test_torchvisions_networks_that_are_not_ours_are_refused_before_they_are_downloaded() -> None:
     with pytest.raises(UserError, match=r"torchvision's vgg16 is no network of ours.*weights=timm:vgg16"):
         load_config("finetune", ["data.root=/nowhere", "weights=torchvision:vgg16"])
+    with pytest.raises(UserError, match=r"none at resnet50.a1_in1k; did you mean timm:resnet50.a1_in1k\?"):
+        load_config("finetune", ["data.root=/nowhere", "weights=resnet50.a1_in1k"])
 
 
 def test_finetuning_a_run_keeps_the_size_of_its_images(home: Path) -> None:
