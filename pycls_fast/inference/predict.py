@@ -49,8 +49,10 @@ def predict(
     """
     # Wrong arguments are reported before the slow loading; files that are not images are reported at the end.
     source = GivenImages(collect(images, every))
-    output = None if output == "-" else output
-    output = output or ("predictions.png" if format == "sheet" else None)
+    if format == "sheet":
+        output = output or "predictions.png"
+    elif output == "-":
+        output = None
     path = None if output is None else output_file(output)
     classifier = load(weights, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []

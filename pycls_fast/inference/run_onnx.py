@@ -47,7 +47,7 @@ def prepared(image: Image.Image, how: dict) -> np.ndarray:
 
 
 def main() -> None:
-    """Print the class of each image, and its score."""
+    """Print the class of each image, and its logit: a softmax or, for several labels, sigmoids make probabilities."""
     file, *paths = sys.argv[1:]
     session = onnxruntime.InferenceSession(file)
     texts = session.get_modelmeta().custom_metadata_map
@@ -55,7 +55,7 @@ def main() -> None:
     for path in paths:
         (logits,) = session.run(["logits"], {"images": prepared(Image.open(path), how)[None]})
         label = int(logits[0].argmax())
-        print(f"{path}: {classes[label] if label < len(classes) else label} ({logits[0, label]:.3f})")
+        print(f"{path}: {classes[label] if label < len(classes) else label} (logit {logits[0, label]:.3f})")
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ def test_what_a_value_is() -> None:
             ["RUN", "IMAGES", "output=x.xlsx"],
             "output, its ending: must be one of .json, .csv, .png, .txt without format=NAME; got .xlsx",
         ),
+        ("predict", ["RUN", "IMAGES", "format=sheet", "output=-"], "output: - cannot be written (unknown file"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.abc"], "output: x.abc cannot be written (unknown file"),
         ("maps", ["RUN", "IMAGES", "output="], "output: string should have at least 1 character"),
         ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for convolutional networks"),
