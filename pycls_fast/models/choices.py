@@ -168,7 +168,7 @@ class TimmModel(Model, name="timm"):
 
     name: Text
     """timm's name of the model, such as convnext_tiny."""
-    options: dict[str, bool | int | float | str | tuple[int, ...] | None] = Field(default={})
+    options: dict[str, Any] = Field(default={})
     """Arguments of timm's constructor, under its names."""
 
     @field_validator("options")
@@ -176,7 +176,8 @@ class TimmModel(Model, name="timm"):
     def _are_of_the_model(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value.keys() & INSTEAD_OF_TIMM_OPTIONS.keys():
             raise ValueError(f"{name}: {INSTEAD_OF_TIMM_OPTIONS[name]}; leave it out (~model.options.{name})")
-        return value
+        # As timm's own code gives them.
+        return {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
 
     switches = ("attention",)
 

@@ -131,6 +131,14 @@ def test_attention_that_a_model_does_not_have(name: str, attention: str, line: s
         built(configured(name, f"speed.attention={attention}"))
 
 
+def test_arguments_of_any_kind() -> None:
+    """timm alone knows which it takes."""
+    given = "model.options={layers: [1,1,1,1], block_args: {attn_layer: %s}}"
+    assert built(configured("resnet18", given % "se")).network.layer1[0].se is not None
+    with pytest.raises(UserError, match=r"refuses .*Invalid attn module .*; correct model.options.layers or model.opt"):
+        built(configured("resnet18", given % "xx"))
+
+
 def test_sizes_that_change() -> None:
     """A model that has positions can be asked to fit them."""
     schedule = "data.image_size_schedule=[[0,160]]"
