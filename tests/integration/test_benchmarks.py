@@ -116,6 +116,11 @@ def test_out_of_memory_is_tried_with_less_and_failures_are_told(
     assert f"| {told} |" in gpu.page(tmp_path, "python")
 
 
+def test_what_killed_a_row_is_told_not_its_last_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: subprocess.CompletedProcess(line, -9, "", "note: slow\n"))
+    assert gpu.measure(_row(), tmp_path, gpu.parse(["--page-only"])) == {"status": "killed by SIGKILL"}
+
+
 def test_a_row_that_the_end_cuts_off_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is run again, those that are too slow are not."""
 
