@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor, report_seconds
@@ -129,7 +130,7 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
         # With a device, torch makes further groups by splitting the first one, which gloo cannot (2.15).
         device_id = world.device if "nccl" in backends else None
         dist.init_process_group(backends, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=size)
-        group.callback(dist.destroy_process_group)
+        group.callback(_leave)
         host_group, saving_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     except RuntimeError as error:
         # No UserError: a launcher that restarts ranks then does so.
@@ -143,6 +144,13 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
     assert isinstance(host_group, dist.ProcessGroup)
     assert isinstance(saving_group, dist.ProcessGroup)
     return replace(world, host_group=host_group, saving_group=saving_group, timeout=timeout)
+
+
+def _leave() -> None:
+    dist.destroy_process_group()
+    # torch remembers results with their meshes, and takes a mesh of the same ranks for the same (2.15): the next run of
+    # this process would exchange in groups that are gone, or that have other ranks now.
+    _clear_sharding_prop_cache()
 
 
 def _monitor(world: World, timeout_seconds: int) -> Monitor:

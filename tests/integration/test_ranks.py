@@ -90,6 +90,13 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
     assert not torch.equal(ours["model"][first], ours["ema"][first])
 
 
+@pytest.mark.slow
+def test_a_sweep_over_layouts(tmp_path: Path, digits: Path) -> None:
+    """The second run has other groups of the same ranks."""
+    keys = [*COMMON, f"data.root={digits}", "schedule.max_steps=1", "parallel.tensor_degree=2", "parallel=hsdp,fsdp"]
+    run_process(under_torchrun(command("--multirun", *keys), 2), cwd=tmp_path)
+
+
 # gloo's groups are destroyed at once. NCCL's wait for ranks that are in a collective, as this stand-in does.
 LEAVING = """
 import time
