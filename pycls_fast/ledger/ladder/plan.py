@@ -96,8 +96,8 @@ def timed_variants(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = 
     """The variants that are timed, after the reference, in the order of the ladder.
 
     Args:
-        mode: "cumulative": each on top of those before it. "crossed": each by itself on the baseline, compared with the
-            baseline or with the variant that it is against.
+        mode: "cumulative": each on top of those before it. "crossed": each by itself on the baseline, or on the
+            variant that it is against, and compared with that.
         impossible: those that cannot run here: the report shows them as missing, others do not include their change.
     """
 
@@ -108,9 +108,13 @@ def timed_variants(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = 
     base = below = on_top(ladder.baseline, (), 1, None)
     made = [base]
     for variant in ladder.variants:
-        against = variant.against or base.name if mode == "crossed" else below.name
-        made.append(on_top(variant, below.overrides, below.ranks or 1, against))
-        if mode == "cumulative" and variant.name not in impossible:
+        if mode == "crossed":
+            # As in the trainings, a change of another one is on top of it.
+            parents = combination(ladder, with_parents(ladder, [variant.name])[:-1])
+            made.append(on_top(variant, parents.overrides, base.ranks or 1, variant.against or base.name))
+            continue
+        made.append(on_top(variant, below.overrides, below.ranks or 1, below.name))
+        if variant.name not in impossible:
             below = made[-1]
     return made
 

@@ -16,7 +16,7 @@ from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder import run
-from pycls_fast.ledger.ladder.plan import merged, pick, timed_variants
+from pycls_fast.ledger.ladder.plan import combination, merged, pick, timed_variants, with_parents
 from pycls_fast.models.choices import ViTModel
 from tests.factories import config_of
 
@@ -107,6 +107,14 @@ def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
     assert [(a.name, a.against) for a in timed_variants(STEPS, "crossed")] == [
         ("base", None), ("one", "base"), ("two", "one"), ("three", "two"), ("other", "base"), ("rate", "base"),
     ]  # fmt: skip
+
+
+def test_a_change_of_a_change_is_timed_on_top_of_it() -> None:
+    """As it is trained, also if it does not repeat what the other one sets."""
+    more = Variant(name="more", overrides=("e=1",), against="two")
+    ladder = STEPS.model_copy(update={"variants": (*STEPS.variants, more)})
+    assert timed_variants(ladder, "crossed")[-1].overrides == ("b=1", "a=1", "e=1")
+    assert combination(ladder, with_parents(ladder, ["more"])).overrides == ("b=1", "a=1", "e=1")
 
 
 @pytest.mark.parametrize(
