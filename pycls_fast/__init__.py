@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from pycls_fast.data.source import Source as Source
     from pycls_fast.inference import load as load
     from pycls_fast.inference.from_python import train_net as train_net
+    from pycls_fast.loss_choices import Loss as Loss
     from pycls_fast.models.choices import Model as Model
     from pycls_fast.observers import Callback as Callback
     from pycls_fast.observers import Tracker as Tracker
-    from pycls_fast.optim.choices import Loss as Loss
     from pycls_fast.optim.choices import Optimizer as Optimizer
     from pycls_fast.optim.schedule import Schedule as Schedule
 
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 # Python program calls.
 _PLACES = {
     "Callback": "observers",
-    "Loss": "optim.choices",
+    "Loss": "loss_choices",
     "Model": "models.choices",
     "Optimizer": "optim.choices",
     "Policy": "data.policies",

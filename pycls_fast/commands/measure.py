@@ -205,7 +205,7 @@ class LedgerVerb(
     """The folder of the report; null: ledgers/EXPERIMENT-LADDER-MODE, in which the ledger resumes."""
 
     def __call__(self, config: RunConfig) -> int:
-        from pycls_fast.config.launch import config_folders, same_command
+        from pycls_fast.config.this_command import config_folders, same_command
         from pycls_fast.ledger.ladder.folder import default_folder
         from pycls_fast.ledger.ladder.plan import pick
         from pycls_fast.ledger.ladder.run import Experiment, run_ladder

@@ -201,7 +201,7 @@ class PlanVerb(Verb, experiment="vit_h16", purpose=Purpose(needs_data=False), su
     def __call__(self, config: RunConfig) -> int:
         from pycls_fast.build import steps_per_epoch, total_steps
         from pycls_fast.config.keys import key_of
-        from pycls_fast.config.launch import same_command
+        from pycls_fast.config.this_command import same_command
         from pycls_fast.plan.auto import epochs_of
         from pycls_fast.plan.cluster import cluster
         from pycls_fast.plan.memory_plan import USABLE, gigabytes

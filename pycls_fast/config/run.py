@@ -18,10 +18,11 @@ from pydantic import Field
 from pycls_fast import precision, strategies
 from pycls_fast.choice import FAMILIES, Section
 from pycls_fast.data.choices import Augment, Auto, Source
+from pycls_fast.loss_choices import Loss, SoftmaxLoss
 from pycls_fast.models.choices import PRESETS as MODELS
 from pycls_fast.models.choices import Model
 from pycls_fast.observers import Callback, TensorBoard, Tracker
-from pycls_fast.optim.choices import Loss, Optimizer, SoftmaxLoss
+from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.schedule import Cosine, Schedule
 from pycls_fast.speed import Speed
 from pycls_fast.strategies import Parallel

@@ -19,8 +19,8 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.source import Source
 from pycls_fast.errors import UserError, one_of
 from pycls_fast.inference.images import GivenImages, given_images
+from pycls_fast.loss_choices import Loss
 from pycls_fast.network import Network
-from pycls_fast.optim.choices import Loss
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import Speed

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 _LEAVES = {"errors", "reading", "choice", "values", "seeds", "network", "files"}
 _BOTTOM = {"models", "data", "optim", "losses"}
-_BUILD = _LEAVES | _BOTTOM | {"config", "speed", "precision", "strategies", "parallel"}
+_BUILD = _LEAVES | _BOTTOM | {"config", "loss_choices", "speed", "precision", "strategies", "parallel"}
 _PLAN = _BUILD | {"build"}
 _TRAIN = _PLAN | {"plan", "observers", "published"}
 _INFERENCE = _TRAIN | {"train"}
@@ -40,12 +40,13 @@ ALLOWED: dict[str, set[str]] = {
     "published": set(),
     "models": _LEAVES,
     "data": _LEAVES,
-    "optim": _LEAVES | {"losses"},
+    "optim": _LEAVES,
     "losses": _LEAVES,
+    "loss_choices": _LEAVES | {"losses"},
     "speed": _LEAVES | {"models", "optim"},
     "precision": _LEAVES,
     "strategies": _LEAVES,
-    "config": _LEAVES | {"data", "models", "observers", "optim", "speed", "precision", "strategies"},
+    "config": _LEAVES | {"data", "loss_choices", "models", "observers", "optim", "speed", "precision", "strategies"},
     # It asks a `Network` for its units and never sees the model's class.
     "parallel": _LEAVES | {"speed", "strategies"} | _BOTTOM - {"models"},
     "build": _BUILD,
@@ -58,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     # Five lines each, besides two that write documents.
     "tools": _LEDGER | {"cli", "ledger"},
     # `pycls_fast.load` and `train_net` import when they are called.
-    "pycls_fast": {"files", "inference", "train", "cli", "config", "data", "models", "observers", "optim"},
+    "pycls_fast": _BOTTOM | {"files", "inference", "train", "cli", "config", "loss_choices", "observers"},
 }
 
 _ONLY_IN_CONFIG = {"hydra", "omegaconf"}

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pycls_fast.commands import measure
 from pycls_fast.commands.measure import LedgerVerb
-from pycls_fast.config import launch
+from pycls_fast.config import launch, this_command
 from pycls_fast.config.compose import as_hydra_overrides
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.ladder import Ladder, Variant, for_experiment, ladder_of, read_ladder
@@ -200,8 +200,8 @@ def test_a_ladder_may_bring_its_mode(given: dict[str, Any], expected: str, monke
     monkeypatch.setattr(
         run, "run_ladder", lambda experiment, ladder, settings, *_, **__: asked.append(settings.mode) or 0
     )
-    monkeypatch.setattr(launch, "config_folders", lambda: [CONFIGS])
-    monkeypatch.setattr(launch, "same_command", lambda **_: ([], []))
+    monkeypatch.setattr(this_command, "config_folders", lambda: [CONFIGS])
+    monkeypatch.setattr(this_command, "same_command", lambda **_: ([], []))
     monkeypatch.setattr(measure, "variant", lambda overrides, *_, **__: config_of(*overrides))
     assert LedgerVerb(**given)(config_of()) == 0
     assert asked == [expected]
