@@ -137,12 +137,11 @@ RUNS_PARTS_AGAIN = Condition("speed.recompute", lambda now: now.speed.recompute 
     now.config.parallel.tensor_degree * now.config.parallel.expert_degree > 1))
 NOT_SHARDABLE = Condition("optim.name", lambda now: not now.config.optim.shardable)
 NOT_CAPTURABLE = Condition("speed.optimizer", lambda now: now.speed.optimizer not in now.config.optim.capturable)
-# LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`). Weights from
-# elsewhere are rarely zero; `train/assemble.py` looks at the head.
-TRUST_RATIO = Condition(
-    "optim.name",
-    lambda now: now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0
-    and now.config.weights is None)
+# LAMB's step has the norm of the weights times lr, or Adam's without weight decay (`optim.lamb`).
+TRUST_RATIO = Condition("optim.name", lambda now: (
+    now.purpose.trains and now.config.optim.trust_ratio and now.config.optim.weight_decay > 0))
+# Weights from elsewhere are rarely zero; `train/assemble.py` looks at the head.
+FROM_ZEROS = Condition("optim.name", lambda now: TRUST_RATIO.holds(now) and now.config.weights is None)
 ERASED_BY_WORKERS = Condition(
     "speed.erase_on", lambda now: now.speed.erase_on == "cpu" and now.config.augment.erase_probability > 0)
 ERASED_ON_DEVICE = Condition(
@@ -312,6 +311,8 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     ("optim.lora_rank!=null", "optim.trainable=[all]", "all is trained already", "optim.trainable=head"),
     ("optim.lora_rank!=null", SHARDED, "it adapts whole weights", "parallel=ddp"),
     ("optim.lora_rank!=null", HALF_WEIGHTS, "its sums are in float32", "precision=amp_bf16"),
+    ("optim.lora_rank!=null", TRUST_RATIO, "a factor that begins with zeros hardly changes",
+     "optim=adamw or optim.weight_decay=0"),
     ("optim.lora_rank!=null", "speed.param_offload=cpu", "the factors are where the weights are",
      "speed.param_offload=none"),
     ("optim.lora_rank!=null", "speed.cuda_graphs=on", "it has not been tested in a recorded step", _NO_RECORDING),
@@ -326,9 +327,9 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     (HALF_WEIGHTS, ONE_OWNER, "it shards the network's own weights", "precision=amp_bf16 or parallel=ddp"),
     (KEEPS_STATE, ONE_OWNER, "state is sent from rank to rank to be saved", "optim=adamw or parallel=ddp"),
     # What is learned.
-    ("optim.decay_norms=true", TRUST_RATIO, "norms that begin with zeros hardly change", "optim.decay_norms=false"),
-    ("optim.decay_biases=true", TRUST_RATIO, "biases begin with zeros and hardly change", "optim.decay_biases=false"),
-    ("model.init=jax", TRUST_RATIO, "a head that begins with zeros hardly changes", "model.init=trunc_normal"),
+    ("optim.decay_norms=true", FROM_ZEROS, "norms that begin with zeros hardly change", "optim.decay_norms=false"),
+    ("optim.decay_biases=true", FROM_ZEROS, "biases begin with zeros and hardly change", "optim.decay_biases=false"),
+    ("model.init=jax", FROM_ZEROS, "a head that begins with zeros hardly changes", "model.init=trunc_normal"),
     (SEVERAL, SOFTMAX, "an image may be of several classes", "loss=bce or loss=asymmetric"),
     (SEVERAL, "data.sampling!=uniform", "an image counts for several classes", "data.sampling=uniform"),
     ("schedule.best_metric=map", ONE_LABEL, "it is for images with several labels", "schedule.best_metric=top1"),

@@ -74,6 +74,7 @@ EXAMPLES = {
     conflicts.NOT_SHARDABLE: "optim=muon",
     conflicts.NOT_CAPTURABLE: "speed.optimizer=foreach",
     conflicts.TRUST_RATIO: "optim=lamb optim.weight_decay=0.1",
+    conflicts.FROM_ZEROS: "optim=lamb optim.weight_decay=0.1",
     conflicts.ERASED_BY_WORKERS: "speed.erase_on=cpu augment.erase_probability=0.5",
     conflicts.ERASED_ON_DEVICE: "speed.erase_on=device augment.erase_probability=0.5",
     conflicts.MIXED_BY_WORKERS: "speed.mix_on=cpu augment.mixup_alpha=0.2",
