@@ -27,6 +27,9 @@ class Model(Choice, key="model", tag="kind"):
 
     switches: ClassVar[tuple[str, ...]] = ()
     """The switches (keys of `speed`) that the network has, whose values `build` takes as keyword arguments."""
+    function_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that change what is computed, but neither names nor shapes of tensors: weights of a run with other values
+    are another model's."""
 
     @property
     def called(self) -> str:
@@ -103,6 +106,7 @@ class ViTModel(Model, name="vit"):
     drop_path_rule: Literal["linear", "constant"] = "linear"
     """The drop-path rate of the blocks: rising from 0 to drop_path, or drop_path in all."""
 
+    function_keys = ("heads", "norm_eps")
     switches = ("attention", "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute")
 
     def build(self, classes: int, image_size: Size, *, token_parts: int = 1, **switches: Any) -> Network:
@@ -145,6 +149,7 @@ class ResNetModel(Model, name="resnet"):
     zero_init_last_gamma: bool = True
     """Begin with zeros in the last norm of each block, so that it starts as the identity (Goyal et al., 2017)."""
 
+    function_keys = ("shortcut",)
     switches = ("convolution",)
 
     def build(self, classes: int, image_size: Size, **switches: Any) -> Network:

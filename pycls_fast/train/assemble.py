@@ -36,7 +36,7 @@ from pycls_fast.train.folder import output_file
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.load_weights import load_weights, trained_size
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.resolving import after_data, before_data
+from pycls_fast.train.resolving import resolve_after_data, resolve_before_data
 from pycls_fast.train.run_state import Parts
 from pycls_fast.train.step import PipelinedStep, Step
 from pycls_fast.train.watchdog import Watchdog
@@ -44,7 +44,7 @@ from pycls_fast.train.watchdog import Watchdog
 
 def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
     """Build every part; each needs the ones before it. A checkpoint to resume from takes the place of `weights`."""
-    config = before_data(config, world, resumed_from)
+    config = resolve_before_data(config, world, resumed_from)
     switches = build.switches(config, world.device)
     check_same_switches(switches, world)
     build.set_backend(config, world.device, switches)
@@ -53,7 +53,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     sources = build.sources(config, world)
     train = sources["train"]
     classes = build.num_classes(config, train)
-    config = after_data(config, len(train), world, classes=classes, note=display.note)
+    config = resolve_after_data(config, len(train), world, classes=classes, note=display.note)
     build.check_mixing(config, world)
     check_same_data(sources, world)
     steps_per_epoch = build.steps_per_epoch(config, len(train))

@@ -20,7 +20,7 @@ from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.parallel.world import World
 from pycls_fast.speed import Speed
 from pycls_fast.train.load_weights import load_network
-from pycls_fast.train.resolving import statistics
+from pycls_fast.train.resolving import pixel_statistics
 from pycls_fast.train.saved_weights import open_weights
 
 
@@ -83,7 +83,7 @@ def _build(config: RunConfig, source: str, data: Images, world: World, switches:
     saved = open_weights(source, world).config
     values = config.model_dump(mode="json") | {"weights": source, "weights_allow": []}
     values["model"] = of_weights(values, ())[0] if saved is None else saved["model"]
-    its_own = statistics(source, world, model=values["model"].get("name"))
+    its_own = pixel_statistics(source, world, model=values["model"].get("name"))
     mean, std = its_own or (config.data.mean, config.data.std)
     # No rank has only a part of it, and switches that were set for the other network need not suit it.
     its_config = validate_saved(values | {"parallel": {"name": "single"}, "speed": {}}, source)

@@ -20,6 +20,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError, one_of, refusing
 from pycls_fast.models import pretrained
+from pycls_fast.models.choices import Model
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.vit import VisionTransformer, default_classifier_norm
 from pycls_fast.network import Network
@@ -262,7 +263,8 @@ def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict
         left_out = (*_TIMM_SIZES, "global_pool") if fresh_head else _TIMM_SIZES
         options = {k: v for k, v in model.get("options", {}).items() if "drop" not in k and k not in left_out}
         return {"name": _without_tag(model["name"]), "options": options}
-    keys = {"resnet": ["shortcut"], "vit": ["heads", "norm_eps"]}.get(str(kind), [])
+    family = Model.choices().get(str(kind))
+    keys = [] if family is None else [*family.function_keys]
     if kind == "vit" and model.get("stem") == "conv":
         keys.append("stem_strides")
     found = {key: model[key] for key in keys if key in model}

@@ -31,7 +31,7 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
+def resolve_before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
     """The configuration with the commit of `weights`, a precision and a number of threads, or with those of the
     checkpoint from which a run resumes; all ranks call this."""
     if resumed_from is not None:
@@ -53,7 +53,7 @@ def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunCo
     if config.data.global_batch_size == AUTO:
         data["global_batch_size"] = saved["data"]["global_batch_size"]
     if config.data.normalization != "configured":
-        mean, std = _of_config(saved)
+        mean, std = _saved_statistics(saved)
         data |= {"normalization": "configured", "mean": mean, "std": std}
     if config.optim.accumulation_steps == AUTO:
         together = saved["parallel"]["tensor_degree"] * saved["parallel"]["pipeline_degree"]
@@ -87,7 +87,7 @@ def with_precision(config: RunConfig, world: World, *, training: bool = True) ->
     return config.with_values(precision={"name": precision}, runtime={"threads": threads})
 
 
-def after_data(
+def resolve_after_data(
     config: RunConfig, images: int, world: World, *, classes: int | None = None, note: Callable[[str], None]
 ) -> RunConfig:
     """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers; for so many images
@@ -115,9 +115,9 @@ def resolve_normalization(config: RunConfig, world: World, *, note: Callable[[st
         return config
     update: dict[str, Any] = {"normalization": "configured"}
     whose, model = config.weights, timm_name(config)
-    found = None if whose is None else statistics(whose, world)
+    found = None if whose is None else pixel_statistics(whose, world)
     if found is None and config.weights is not None and model is not None:
-        whose, found = f"timm's {model}", statistics(config.weights, world, model=model)
+        whose, found = f"timm's {model}", pixel_statistics(config.weights, world, model=model)
     if found is not None:
         note(f"normalization: mean {_text(found[0])}, std {_text(found[1])}, those of {whose}")
         update |= {"mean": found[0], "std": found[1]}
@@ -139,7 +139,7 @@ def timm_name(config: RunConfig) -> str | None:
     return config.model.name if isinstance(config.model, TimmModel) else None
 
 
-def statistics(source: str | Path, world: World = ALONE, *, model: str | None = None) -> Statistics | None:
+def pixel_statistics(source: str | Path, world: World = ALONE, *, model: str | None = None) -> Statistics | None:
     """Mean and standard deviation, for pixels in [0, 1], with which these weights were trained.
 
     Our runs and files record them, timm and torchvision know those of their hubs, timm's folders have them in
@@ -148,12 +148,12 @@ def statistics(source: str | Path, world: World = ALONE, *, model: str | None = 
     """
     weights = open_weights(source, world)
     if weights.config is not None:
-        return _of_config(weights.config)
+        return _saved_statistics(weights.config)
     if str(weights.path).endswith(".npz"):
         return _JAX
     about = weights.description(model=model, for_scoring=False)
     return None if about is None else (about.mean, about.std)
 
 
-def _of_config(config: Mapping[str, Any]) -> Statistics:
+def _saved_statistics(config: Mapping[str, Any]) -> Statistics:
     return rgb_triple(config["data"]["mean"]), rgb_triple(config["data"]["std"])

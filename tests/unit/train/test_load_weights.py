@@ -23,6 +23,7 @@ from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
+from pycls_fast.models.choices import Model
 from pycls_fast.models.export_formats import About, timm_form, to_timm
 from pycls_fast.models.external import TimmNetwork
 from pycls_fast.models.pretrained import to_timm_vit
@@ -32,8 +33,8 @@ from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
 from pycls_fast.train.assemble import _load_initial
 from pycls_fast.train.display import Display
-from pycls_fast.train.load_weights import load_weights
-from pycls_fast.train.resolving import resolve_normalization, statistics
+from pycls_fast.train.load_weights import is_same_model, load_weights
+from pycls_fast.train.resolving import pixel_statistics, resolve_normalization
 from pycls_fast.train.saved_weights import Weights, about_weights, find_weights, open_weights, preprocessing
 from tests.factories import config_of, randomise, small_vit
 
@@ -192,6 +193,17 @@ def test_settings_that_no_tensor_shows(tmp_path: Path, key: str, classes: tuple[
             load_weights(network, file, classes=classes, model=section)
 
 
+def test_a_model_of_ones_own_says_which_settings_no_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Model):
+        function_keys = ("slope",)
+
+    monkeypatch.setitem(Model._members, "own", Own)
+    trained = {"kind": "own", "slope": 0.1, "dropout": 0.1}
+    for slope, same in ((0.1, True), (0.2, False)):
+        model = {"kind": "own", "slope": slope, "dropout": 0.0}
+        assert is_same_model(model, trained, "run", fresh_head=False) is same
+
+
 @pytest.mark.parametrize(("head", "deviation"), [("small", 0.01), ("zero", 0.0)])
 def test_training_begins_as_configured(tmp_path: Path, head: str, deviation: float) -> None:
     saved, config = of_kind("timm", TIMM, 2)
@@ -261,7 +273,7 @@ def test_a_repository_of_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytes
     # The place of the copy says less than the name.
     assert (weights.path, fitted.source) == (file, "hf:me/cats")
     assert torch.equal(ours.head.weight, theirs.head.weight)
-    assert statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
+    assert pixel_statistics("hf:me/cats") == ((0.5,) * 3, (0.5,) * 3)
     assert asked == {("me/cats", "None", "model.safetensors", "config.json")}
     with pytest.raises(UserError, match=r"hf:me/nothing could not be downloaded \(no such repository\)"):
         find_weights("hf:me/nothing")
@@ -332,7 +344,7 @@ def test_a_file_in_place_of_timms_weights_is_known_by_their_name(
     ours = TimmNetwork(name="efficientnet_lite0", num_classes=2, image_size=32)
     with pytest.raises(UserError, match=r"computes conv_stem otherwise than .*model\.name=tf_efficientnet_lite0"):
         load_weights(ours, "timm:tf_efficientnet_lite0", classes=("cat", "dog"))
-    assert statistics("timm:tf_efficientnet_lite0") == HALF
+    assert pixel_statistics("timm:tf_efficientnet_lite0") == HALF
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -340,55 +352,55 @@ HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def test_hubs_say_it_without_a_download() -> None:
-    assert statistics("timm:vit_base_patch16_224.augreg_in21k_ft_in1k") == HALF
-    assert statistics("timm:deit_small_patch16_224.fb_in1k") == IMAGENET
-    clip = statistics("timm:vit_base_patch16_clip_224.openai_ft_in1k")
+    assert pixel_statistics("timm:vit_base_patch16_224.augreg_in21k_ft_in1k") == HALF
+    assert pixel_statistics("timm:deit_small_patch16_224.fb_in1k") == IMAGENET
+    clip = pixel_statistics("timm:vit_base_patch16_clip_224.openai_ft_in1k")
     assert clip[0] == tuple(timm.get_pretrained_cfg("vit_base_patch16_clip_224.openai_ft_in1k").mean)
     assert clip not in (HALF, IMAGENET)
-    assert statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
-    assert statistics("torchvision:resnet50") == IMAGENET
+    assert pixel_statistics("torchvision:resnet50.IMAGENET1K_V2") == IMAGENET
+    assert pixel_statistics("torchvision:resnet50") == IMAGENET
     # Squashed, not cut out, which matters for scoring alone.
-    assert statistics("timm:vit_base_patch16_siglip_224.webli") == HALF
+    assert pixel_statistics("timm:vit_base_patch16_siglip_224.webli") == HALF
     for wrong in ("timm:no_such_model", "torchvision:resnet50.NO_SUCH_WEIGHTS"):
         with pytest.raises(UserError, match="has no weights"):
-            statistics(wrong)
+            pixel_statistics(wrong)
 
 
 def test_files_say_it_where_they_can(tmp_path: Path) -> None:
     np.savez(tmp_path / "google.npz", a=np.zeros(1))
-    assert statistics(tmp_path / "google.npz") == HALF
+    assert pixel_statistics(tmp_path / "google.npz") == HALF
     config = config_of("data.mean=[0.1,0.2,0.3]", "data.std=[0.4,0.5,0.6]").model_dump(mode="json")
     save_file({"a": torch.ones(1)}, tmp_path / "ours.safetensors", metadata={"config": json.dumps(config)})
-    assert statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert pixel_statistics(tmp_path / "ours.safetensors") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_file({"a": torch.ones(1)}, tmp_path / "mute.safetensors")
-    assert statistics(tmp_path / "mute.safetensors") is None
+    assert pixel_statistics(tmp_path / "mute.safetensors") is None
     (tmp_path / "timm").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "timm/model.safetensors")
     kept = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     (tmp_path / "timm/config.json").write_text(json.dumps(kept))
-    assert statistics(tmp_path / "timm/model.safetensors") == HALF
+    assert pixel_statistics(tmp_path / "timm/model.safetensors") == HALF
     # A link in another folder, of whatever name; one beside a config.json of its own.
     (tmp_path / "links").mkdir()
     for link in ("links/my.safetensors", "links/latest.v1", "timm/latest.v1"):
         (tmp_path / link).symlink_to(tmp_path / "timm/model.safetensors")
-        assert statistics(tmp_path / link) == HALF, link
+        assert pixel_statistics(tmp_path / link) == HALF, link
     own = {**kept, "pretrained_cfg": {"mean": [0.25] * 3, "std": [0.5] * 3}}
     (tmp_path / "links/config.json").write_text(json.dumps(own))
-    assert statistics(tmp_path / "links/my.safetensors") == ((0.25,) * 3, (0.5,) * 3)
+    assert pixel_statistics(tmp_path / "links/my.safetensors") == ((0.25,) * 3, (0.5,) * 3)
     # The same as links to files without a suffix, as in the Hugging Face cache.
     (tmp_path / "snapshot").mkdir()
     for number, name in enumerate(("model.safetensors", "config.json")):
         (tmp_path / f"timm/{name}").rename(tmp_path / f"blob{number}")
         (tmp_path / f"snapshot/{name}").symlink_to(tmp_path / f"blob{number}")
-    assert statistics(tmp_path / "snapshot") == HALF
-    assert statistics(tmp_path / "snapshot/model.safetensors") == HALF
+    assert pixel_statistics(tmp_path / "snapshot") == HALF
+    assert pixel_statistics(tmp_path / "snapshot/model.safetensors") == HALF
     torch.save({"a": torch.ones(1)}, tmp_path / "mute.pth")
-    assert statistics(tmp_path / "mute.pth") is None
+    assert pixel_statistics(tmp_path / "mute.pth") is None
     # The name with a tag; the model's own default weights have other statistics.
     model = "vit_base_patch16_224"
     for name, expected in ((f"{model}.mae", IMAGENET), (f"{model}.mine", HALF), (model, HALF)):
         save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-        assert statistics(tmp_path / f"{name}.safetensors", model=model) == expected
+        assert pixel_statistics(tmp_path / f"{name}.safetensors", model=model) == expected
 
 
 @pytest.mark.parametrize("ask", [True, False])
