@@ -267,6 +267,8 @@ def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict
     keys = [] if family is None else [*family.function_keys]
     if kind == "vit" and model.get("stem") == "conv":
         keys.append("stem_strides")
+    if model.get("experts"):
+        keys.append("experts_per_token")
     found = {key: model[key] for key in keys if key in model}
     if kind == "vit" and "classifier" in model and not fresh_head:
         found["classifier"] = model["classifier"]

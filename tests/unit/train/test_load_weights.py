@@ -152,6 +152,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "heads": ("vit", {**SIZES, **VIT}, {"heads": 2}),
     "norm_eps": ("vit", {**SIZES, **VIT}, {"norm_eps": 1e-2}),
     "stem_strides": ("vit", {**SIZES, **VIT}, {"stem_strides": (4, 2)}),
+    "experts_per_token": ("vit", {**SIZES, "depth": 2, "experts": 3}, {"experts_per_token": 1}),
     "name": ("timm", TIMM, {"name": "resnet10t"}),
     "options": ("timm", TIMM, {"name": "test_resnet.r160_in1k", "options": {}}),
     "classifier": ("vit", {**SIZES, **VIT}, {"classifier": "token"}),
