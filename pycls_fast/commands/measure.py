@@ -229,7 +229,7 @@ class LedgerVerb(
 
 
 class RunsVerb(Verb, experiment=None, words=("folders",)):
-    """A table of many runs: `pycls-fast runs FOLDER... [key=value ...]`.
+    """A table of many runs: `pycls-fast runs [FOLDER...] [key=value ...]`.
 
     A row shows the settings in which the runs differ, top-1 of the best and of the last evaluation, class_top1 (the
     mean accuracy over the classes) of the best, training speed, time and state. Finished runs that differ only in
@@ -238,7 +238,7 @@ class RunsVerb(Verb, experiment=None, words=("folders",)):
     at the end, with the reason. Exit status: 0, or 2 when no run could be read.
     """
 
-    folders: Annotated[tuple[str, ...], Field(min_length=1)]
+    folders: tuple[str, ...] = ("runs",)
     """Run folders, or folders that contain them at any depth (runs, runs/EXPERIMENT, a ledger)."""
     sort: Literal["best_top1", "final_top1", "class_top1", "map", "images_per_second", "hours", "epoch"] = "best_top1"
     """What the rows are sorted by, largest first."""

@@ -56,7 +56,7 @@ def test_a_mistyped_verb(typed: Typed) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *("export", "compare", "runs", "soup", "prepare", "test", "train data=.", "predict RUN", "lr-find lr_max=1"),
+        *("export", "compare", "soup", "prepare", "test", "train data=.", "predict RUN", "lr-find lr_max=1"),
     ],
 )
 def test_a_missing_value_is_answered_with_the_usage(typed: Typed, words: str) -> None:
