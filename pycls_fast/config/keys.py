@@ -11,6 +11,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
+from pycls_fast.choice import Section
+
 
 def _configs() -> Path:
     """The folder `configs/`: beside the package in a clone or its editable install, else inside the package."""
@@ -78,7 +80,9 @@ def typed_values(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def as_typed(value: Any) -> str:
-    """Format a plain value for the command line: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
+    """Format a plain value, or a class's object, for the command line: `null`, `true`, `[0.1,1.0]`, `{name:value}`."""
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json")
     if value is None:
         return "null"
     if isinstance(value, bool):

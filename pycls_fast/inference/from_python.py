@@ -95,6 +95,7 @@ def train_net(
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
             may be a `Dataset` of torch (`DatasetImages`) or Hugging Face, or a dictionary of them, `model` a torch
             module with a pretrained trunk (`models.external`), which is copied; `head="small"` keeps its head, too.
+            `callbacks` and `trackers` may be objects.
 
     Raises:
         UserError: a mistake in the configuration or the data, one line each, or a loss that is not finite.

@@ -22,6 +22,7 @@ from pycls_fast import build
 from pycls_fast.config import RunConfig, load_config, overrides_name
 from pycls_fast.errors import UserError
 from pycls_fast.inference import from_python
+from pycls_fast.observers import MLflow
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
 from pycls_fast.train.assemble import build_parts
@@ -290,6 +291,12 @@ def test_experiment_and_name_are_those_of_the_same_words(
 ) -> None:
     pycls_fast.train(overrides=["seed=1"] if values else [], **values)
     assert [(config.config_name, named) for config, named in asked] == [(experiment, settings)]
+
+
+def test_trackers_as_objects(asked: list[tuple[RunConfig, str]]) -> None:
+    given = MLflow(project="cats, {dogs}")
+    pycls_fast.train("vit_digits", trackers=[given])
+    assert asked[0][0].trackers == (given,)
 
 
 def test_values_of_wrong_kinds() -> None:
