@@ -14,9 +14,9 @@ from scipy.sparse.csgraph import connected_components
 
 from pycls_fast.data.loader import in_processes
 from pycls_fast.data.pack import shards_of
+from pycls_fast.data.progress import progress
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import FileImages, files_below
-from pycls_fast.data.sources.index import progress
 from pycls_fast.data.sources.packed import PackedImages
 from pycls_fast.data.sources.tables import TABLES
 from pycls_fast.data.to_rgb import DamagedImage, decode, why

@@ -21,8 +21,9 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from pycls_fast.data.loader import in_processes
+from pycls_fast.data.progress import progress
 from pycls_fast.data.sources.base import Images, checksum
-from pycls_fast.data.sources.index import progress, read_arrays, write_arrays
+from pycls_fast.data.sources.index import read_arrays, write_arrays
 from pycls_fast.data.sources.packed import ENTRY, INDEX, RAW, VERSION, PackedImages, is_packed, shard_file
 from pycls_fast.data.sources.texts import Texts
 from pycls_fast.data.to_rgb import AS_STORED, Conversion, DamagedImage, decode, orientation_of, why

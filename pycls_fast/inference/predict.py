@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from pycls_fast.data.sources.index import progress
+from pycls_fast.data.progress import progress
 from pycls_fast.data.sources.remote import is_remote
 from pycls_fast.data.to_rgb import Conversion, decode
 from pycls_fast.errors import DONE, MISTAKE, cell, printable

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pycls_fast.data.progress import progress
 from pycls_fast.data.source import Opening, Source
 from pycls_fast.data.sources.base import Images, Labels, Subset
 from pycls_fast.data.sources.files import (
@@ -28,7 +29,7 @@ from pycls_fast.data.sources.files import (
     note_unread,
     walk,
 )
-from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build, progress
+from pycls_fast.data.sources.index import CachePolicy, Index, Stamp, load_or_build
 from pycls_fast.data.sources.texts import Texts, digest
 from pycls_fast.errors import UserError, first_few, is_first_of_node, refusing
 from pycls_fast.files import LEDGERS, RUNS

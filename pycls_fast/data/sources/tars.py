@@ -15,10 +15,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from pycls_fast.data.progress import progress
 from pycls_fast.data.source import Files, Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
-from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build, progress
+from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.remote import ShardCache, is_remote, open_whole, read_range, stamp_of
 from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError
