@@ -81,7 +81,7 @@ def build_parts(config: RunConfig, world: World, display: Display, resumed_from:
     step.distillation = build_distillation(config, train, world, switches)
     network.taught = step.distillation is not None
     if resumed_from is None:
-        _check_head(config, network, world)
+        _check_head(config, network, world, is_new=new_head and config.weights is not None)
     return Parts(
         config=config,
         sources=sources,
@@ -125,16 +125,22 @@ def _load_initial(
     return f"{network.head_name}.weight" in fitted.fresh
 
 
-def _check_head(config: RunConfig, network: Network, world: World) -> None:
-    """Refuse LAMB for a head that starts at zero, which its trust ratio hardly changes.
+def _check_head(config: RunConfig, network: Network, world: World, *, is_new: bool) -> None:
+    """Refuse to freeze a head that `weights` does not fill, and LAMB for one that starts at zero, which its trust ratio
+    hardly changes.
 
     `config/conflicts.py` refuses what the configuration shows. But timm has models with such a head, and a head that
     `weights` does not fill keeps its initial values.
     """
-    if not config.optim.trust_ratio or not config.optim.weight_decay:
-        return
     # Of a pipeline's stages only the last one has it.
     name, parameters = f"{network.head_name}.weight", dict(network.named_parameters())
+    if is_new and config.head != "probe" and name in parameters and not parameters[name].requires_grad:
+        raise UserError(
+            f"optim.trainable: does not name {network.head_name}, for whose classes weights has no values, so that it "
+            "would stay as it begins; add head, or use head=probe"
+        )
+    if not config.optim.trust_ratio or not config.optim.weight_decay:
+        return
     if not any(world.gather(name in parameters and bool(local(parameters[name]).any()))):
         raise UserError(
             f"optim.name: {config.optim.name} hardly changes {network.head_name}, which begins with zeros: its steps "

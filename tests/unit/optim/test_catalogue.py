@@ -127,13 +127,19 @@ def sweep(config: RunConfig) -> int:
     return lr_range_test(config, steps=3, lr_min=1e-4, lr_max=1e-2, output=config.run_dir)
 
 
-@pytest.mark.parametrize("use", [train, sweep])
-def test_a_head_that_weights_do_not_fill_is_refused(tmp_path: Path, use: Callable[[RunConfig], int]) -> None:
+LAMB = "optim=lamb", r"^optim\.name: lamb hardly changes head, which begins with zeros"
+FROZEN = "optim.trainable=[norm]", r"^optim\.trainable: does not name head, .* would stay as it begins"
+
+
+@pytest.mark.parametrize(("use", "key", "line"), [(train, *LAMB), (sweep, *LAMB), (train, *FROZEN)])
+def test_a_head_that_weights_do_not_fill_is_refused(
+    tmp_path: Path, use: Callable[[RunConfig], int], key: str, line: str
+) -> None:
     small = [*TINY, "data=synthetic", "data.image_size=8", "data.num_workers=0", "data.synthetic_classes=3"]
     small += ["data.synthetic_train_images=64", "data.global_batch_size=64", "model.init=jax", "runtime.progress=plain"]
     seven = build.model(config_of(*small), 7, Speed())
     torch.save(seven.state_dict(), tmp_path / "seven.pt")
-    own = [f"weights={tmp_path / 'seven.pt'}", "optim=lamb", f"run_dir={tmp_path / 'run'}"]
+    own = [f"weights={tmp_path / 'seven.pt'}", key, f"run_dir={tmp_path / 'run'}"]
     config = config_of(*small, *own)
-    with pytest.raises(UserError, match=r"^optim\.name: lamb hardly changes head, which begins with zeros"):
+    with pytest.raises(UserError, match=line):
         use(config)
