@@ -21,7 +21,7 @@ VERBS = {
     "ledger": ("measure", "--config-name vit_digits ladder=modern"),
     "compare": ("measure", "RUN OTHER_RUN"),
     "runs": ("measure", "runs/finetune"),
-    "knn": ("weights", "data=my_images weights=timm:resnet50.a1_in1k"),
+    "knn": ("weights", "timm:resnet50.a1_in1k data=my_images"),
     "soup": ("weights", "RUN RUN RUN output=soup.safetensors"),
     "calibrate": ("weights", "RUN output=calibrated.safetensors"),
     "lr-find": ("train", "data=my_images weights=timm:resnet50.a1_in1k"),

@@ -217,8 +217,10 @@ class CalibrateVerb(Verb, words=("weights",), config_of_weights=True, purpose=Pu
         return calibrate_weights(config, **dict(self))
 
 
-class KnnVerb(Verb, experiment="finetune", config_of_weights=True, purpose=Purpose(scores=True)):
-    """Classify by nearest neighbours, untrained: `pycls-fast knn model=vit_b16 weights=SOURCE data.root=PATH`.
+class KnnVerb(
+    Verb, experiment="finetune", words=("weights",), config_of_weights=True, purpose=Purpose(scores=True)
+):
+    """Classify by nearest neighbours, untrained: `pycls-fast knn SOURCE data=FOLDER`.
 
     Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The
     configuration is the one stored with the weights, if there is one; else that of the experiment finetune.

@@ -130,7 +130,7 @@ class _Parser(ArgumentParser):
     def __init__(self) -> None:
         super().__init__(add_help=False)
         self.add_argument("overrides", nargs="*")
-        self.add_argument("--help", "-h", action="store_true")
+        self.add_argument("--help", "-h", nargs="*")
         self.add_argument("--cfg", "-c", choices=["job"])
         self.add_argument("--multirun", "-m", action="store_true")
         self.add_argument("--config-dir", "-cd", type=Path)
@@ -143,12 +143,13 @@ class _Parser(ArgumentParser):
 def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
     flags = _Parser().parse_intermixed_args(arguments)
     folders = [CONFIGS, *filter(None, [flags.config_dir])]
-    if flags.help:
-        imports = [override for override in flags.overrides if override.startswith("imports=")]
+    if flags.help is not None:
+        imports = [each for each in (*flags.overrides, *flags.help) if each.startswith("imports=")]
         import_modules(module_names({"imports": _value(imports[-1]) if imports else None}))
         known = {*FAMILIES, *groups(folders), "ladder"}
-        words = [each for each in flags.overrides if "=" not in each or each.partition("=")[0] in known]
-        print(help_text(verb, folders, [] if verb.words else words))
+        # Before it, the words may be the verb's own.
+        words = [*([] if verb.words else flags.overrides), *flags.help]
+        print(help_text(verb, folders, [each for each in words if "=" not in each or each.partition("=")[0] in known]))
         return DONE
     require_folders(folders)
     overrides, name, found = _with_words(flags.overrides, verb), flags.config_name, None

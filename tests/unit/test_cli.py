@@ -45,6 +45,11 @@ def test_each_verb_has_help(typed: Typed, verb: str) -> None:
     assert f"`pycls-fast {verb} " in out.splitlines()[0]
 
 
+def test_help_of_a_key_of_a_verb_that_takes_words(typed: Typed) -> None:
+    assert typed("test", "RUN", "--help")[1].startswith("Evaluate a checkpoint")
+    assert typed("test", "--help", "split")[1].startswith("split=val")
+
+
 def test_a_mistyped_verb(typed: Typed) -> None:
     assert typed("trian", "seed=1") == (2, "", "error: trian: no such verb; did you mean train?\n")
     experiment = "error: finetune: no such verb, but an experiment: pycls-fast train --config-name finetune\n"
@@ -73,6 +78,7 @@ def test_words_are_the_values_of_keys() -> None:
     assert _with_words(["a", "b c", "d,e", "seed=1"], soup) == ["weights=a", 'others=["b c","d,e"]', "seed=1"]
     # Words are not lost where the key is given.
     assert _with_words(["a", "weights=b"], soup) == ['others=["a"]', "weights=b"]
+    assert _with_words(["a", "data=b"], find_verb("knn")) == ["weights=a", "data=b"]
     assert _with_words(["a", "weights=b"], find_verb("test")) == ["a", "weights=b"]
     assert _with_words(["~optim", "a"], find_verb("train")) == ["a", "~optim"]
 
