@@ -217,9 +217,7 @@ class CalibrateVerb(Verb, words=("weights",), config_of_weights=True, purpose=Pu
         return calibrate_weights(config, **dict(self))
 
 
-class KnnVerb(
-    Verb, experiment="finetune", words=("weights",), config_of_weights=True, purpose=Purpose(scores=True)
-):
+class KnnVerb(Verb, experiment="finetune", words=("weights",), config_of_weights=True, purpose=Purpose(scores=True)):
     """Classify by nearest neighbours, untrained: `pycls-fast knn SOURCE data=FOLDER`.
 
     Compares features before the head; the k=20 nearest training images vote with exp(similarity / temperature). The

@@ -30,9 +30,11 @@ Where = Callable[[str], str]
 USUAL_KEYS = {
     "batch_size": "data.global_batch_size",
     "bs": "data.global_batch_size",
+    "batch": "data.global_batch_size",
     "workers": "data.num_workers",
     "img_size": "data.image_size",
     "input_size": "data.image_size",
+    "resolution": "data.image_size",
     "data_dir": "data.root",
     "data_path": "data.root",
     "learning_rate": "optim.lr",
@@ -221,14 +223,15 @@ def _unknown(
     known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]
     siblings += [] if parent else also
     near = nearest(name, siblings)
-    # The key may have another project's name, exist in another group, or be a part of one's name.
+    # The key may have another project's name, be a part of one's, exist in another group, or be misspelled.
     last = {k: k.rpartition(".")[2] for k in sorted(known) if k != key}
     elsewhere = [k for k, own in last.items() if own == name]
-    partly = [k for k, own in last.items() if own.startswith(f"{name}_") or f"_{own}_".endswith(f"_{name}_")]
-    meant = [USUAL_KEYS.get(name), near and f"{parent}.{near}".lstrip("."), *elsewhere, *partly]
-    found = next((each for each in meant if each in known or each in also), None)
-    has = f"{parent or 'the run'} has {', '.join(siblings)}"
-    return f"unknown key; did you mean {found}?" if found else f"unknown key; {has}"
+    partly = [k for k, own in last.items() if own.startswith(f"{name}_") or own.endswith(f"_{name}")]
+    here = [k for k in partly if k.startswith(f"{parent}.")]
+    for guesses in ([USUAL_KEYS.get(name)], here, elsewhere, [near and f"{parent}.{near}".lstrip(".")], partly):
+        if found := [each for each in guesses if each in known or each in also]:
+            return f"unknown key; did you mean {', '.join(found)}?"
+    return f"unknown key; {parent or 'the run'} has {', '.join(siblings)}"
 
 
 def _shown(value: Any) -> str:

@@ -22,6 +22,8 @@ ONE_MISTAKE = [
     ("augment.policy={name: rand_augment, num_opps: 1}",
      f"augment.policy.num_opps: unknown key; did you mean augment.policy.num_ops? {HERE}"),
     ("schedule.lr=1", f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
+    ("optim.epochs=1", f"optim.epochs: unknown key; did you mean schedule.epochs? {HERE}"),
+    ("optim.clip=1", f"optim.clip: unknown key; did you mean optim.clip_norm, optim.clip_threshold? {HERE}"),
     ("mixup=0.2", f"mixup: unknown key; did you mean augment.mixup_alpha? {HERE}"),
     ("smoothing=0.2", f"smoothing: unknown key; did you mean loss.label_smoothing? {HERE}"),
     ("loss.zzz=1", "loss.zzz: unknown key; loss has name, label_smoothing, ..."),
