@@ -19,9 +19,12 @@ OF_WEIGHTS = "of_weights"
 
 def none_at(weights: str) -> str:
     """The message that there are no such weights."""
-    import timm
+    way_out = f"give {SOURCES}"
+    # timm imports torch, which takes seconds: not for the name of a file.
+    if not re.search(r"/|\.(safetensors|npz|pyth|pth?)$", weights):
+        import timm
 
-    way_out = f"did you mean timm:{weights}?" if timm.is_model_pretrained(weights) else f"give {SOURCES}"
+        way_out = f"did you mean timm:{weights}?" if timm.is_model_pretrained(weights) else way_out
     return f"there are none at {weights}; {way_out}"
 
 
