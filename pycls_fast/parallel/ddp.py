@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -102,8 +101,6 @@ def replicate(network: Network, world: World, settings: StrategySettings) -> Par
             shard_groups=[pipeline.group],
             pipeline=pipeline,
         )
-    # torch advises against looking for them where there are none.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     megabytes = bucket_megabytes(sum(p.nbytes for p in network.parameters() if p.requires_grad))
     model = DistributedDataParallel(
         network,
@@ -114,7 +111,8 @@ def replicate(network: Network, world: World, settings: StrategySettings) -> Par
         gradient_as_bucket_view=True,
         # Else torch fills buckets in another order from the second step of a process on, and with three ranks or more
         # the order decides how a sum is rounded: a run that resumes would not be the same to the bit.
-        find_unused_parameters=network.skips_parameters or torch.are_deterministic_algorithms_enabled(),
+        find_unused_parameters=network.skips_parameters
+        or (world.size > 2 and torch.are_deterministic_algorithms_enabled()),
         # By default torch also has a small first bucket, which is sent sooner.
         bucket_cap_mb=megabytes if megabytes > _BUCKET else None,
     )
