@@ -27,11 +27,11 @@ Mode = Literal["crossed", "cumulative"]
 class Variant(Section):
     """One setting to be measured. In a ladder's file: a change to the baseline, as overrides of a command line.
 
-    `ranks` is the number of processes of this variant and, in a cumulative ladder, of those after it. `needs` names the
-    only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole patches, and
-    `batch_ratio` the global batch. `against` names the variant above that this one is a change of, if that is not
-    the baseline: the two are compared, and selecting this one also selects the other. `tree` is the folder of another
-    checkout (a git worktree, say) whose code this variant runs.
+    `ranks` is the number of processes of this variant, of those against it and, in a cumulative ladder, of those after
+    it. `needs` names the only device on which it runs at a useful speed. `image_size_ratio` scales the image, in whole
+    patches, and `batch_ratio` the global batch. `against` names the variant above that this one is a change of, if that
+    is not the baseline: the two are compared, and selecting this one also selects the other. `tree` is the folder of
+    another checkout (a git worktree, say) whose code this variant runs.
 
     In the plan of a ladder (`ledger.ladder.plan`): `overrides` are all that are appended to the experiment's, `ranks`
     is set, and `against` is the variant that this one is one step away from; None for the first.

@@ -87,9 +87,20 @@ def merged(*parts: Sequence[str]) -> tuple[str, ...]:
     """Overrides concatenated; of those with the same key only the last is kept, as Hydra may refuse a second one."""
     kept: dict[str, str] = {}
     for override in chain(*parts):
-        kept.pop(key_of(override), None)
-        kept[key_of(override)] = override
+        key = _chosen_by(override)
+        kept.pop(key, None)
+        kept[key] = override
     return tuple(kept.values())
+
+
+# Options of these groups have no other key, and it would win over a later option.
+_NAMES = {"parallel.name": "parallel", "precision.name": "precision"}
+
+
+def _chosen_by(override: str) -> str:
+    """The key of an override: that of its group, if it names the group's option."""
+    key = key_of(override)
+    return _NAMES.get(key, key)
 
 
 def timed_variants(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = ()) -> list[Variant]:
@@ -111,7 +122,7 @@ def timed_variants(ladder: Ladder, mode: Mode, *, impossible: Collection[str] = 
         if mode == "crossed":
             # As in the trainings, a change of another one is on top of it.
             parents = combination(ladder, with_parents(ladder, [variant.name])[:-1])
-            made.append(on_top(variant, parents.overrides, base.ranks or 1, variant.against or base.name))
+            made.append(on_top(variant, parents.overrides, parents.ranks or 1, variant.against or base.name))
             continue
         made.append(on_top(variant, below.overrides, below.ranks or 1, below.name))
         if variant.name not in impossible:
@@ -251,21 +262,21 @@ def find_factors(ladder: Ladder, names: Collection[str], refused: Callable[[Vari
 
 def _same_key(one: Variant, other: Variant) -> bool:
     """Whether two variants set a key to different values."""
-    values = [{key_of(each): each.partition("=")[2] for each in variant.overrides} for variant in (one, other)]
+    values = [{_chosen_by(each): each.partition("=")[2] for each in variant.overrides} for variant in (one, other)]
     return any(values[0][key] != values[1][key] for key in values[0].keys() & values[1].keys())
 
 
 def combination(ladder: Ladder, on: Sequence[str]) -> Variant:
     """A training that has these variants on, as a variant."""
     known = {variant.name: variant for variant in ladder.variants}
-    chosen = [known[name] for name in on]
-    last = (ladder.baseline, *chosen)[-1]
+    chosen = (ladder.baseline, *(known[name] for name in on))
     return Variant(
         name=" + ".join(on) or ladder.baseline.name,
-        overrides=merged(ladder.baseline.overrides, *(variant.overrides for variant in chosen)),
-        ranks=last.ranks or ladder.baseline.ranks,
+        overrides=merged(*(variant.overrides for variant in chosen)),
+        # Of several that say how many, one is a change of another.
+        ranks=next((variant.ranks for variant in reversed(chosen) if variant.ranks), None),
         # One with other code than the baseline's is compared alone.
-        tree=last.tree,
+        tree=chosen[-1].tree,
     )
 
 

@@ -103,7 +103,7 @@ def test_many_variants_are_not_paired_in_silence(tmp_path: Path) -> None:
 def test_alternatives_are_never_on_together_and_children_need_their_parent() -> None:
     variants = (
         Variant(name="bf16", overrides=("precision=amp_bf16",)),
-        Variant(name="fp8", overrides=("precision=fp8",)),
+        Variant(name="fp8", overrides=("precision.name=fp8",)),
         Variant(name="compile", overrides=("speed.compile=model",)),
         Variant(name="gelu", overrides=("speed.gelu=polynomial", "speed.compile=model"), against="compile"),
         # A change of a change may replace the first one's value.

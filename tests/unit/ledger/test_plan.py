@@ -56,6 +56,7 @@ def test_alone_they_stand_on_the_baseline() -> None:
 
 def test_the_last_of_two_overrides_stands() -> None:
     assert merged(["model=a", "++x=1"], ["y=2"], ["model=b", "x=3"]) == ("y=2", "model=b", "x=3")
+    assert merged(["precision.name=fp32"], ["precision=amp_bf16"]) == ("precision=amp_bf16",)
 
 
 @pytest.mark.parametrize("choice", ["data=cifar", "optim=lion"])
@@ -111,10 +112,11 @@ def test_a_variant_alone_is_one_step_from_what_it_is_against() -> None:
 
 def test_a_change_of_a_change_is_timed_on_top_of_it() -> None:
     """As it is trained, also if it does not repeat what the other one sets."""
-    more = Variant(name="more", overrides=("e=1",), against="two")
-    ladder = STEPS.model_copy(update={"variants": (*STEPS.variants, more)})
-    assert timed_variants(ladder, "crossed")[-1].overrides == ("b=1", "a=1", "e=1")
-    assert combination(ladder, with_parents(ladder, ["more"])).overrides == ("b=1", "a=1", "e=1")
+    twice = Variant(name="twice", ranks=2, against="two")
+    more = Variant(name="more", overrides=("e=1",), against="twice")
+    ladder = STEPS.model_copy(update={"variants": (*STEPS.variants, twice, more)})
+    for made in (timed_variants(ladder, "crossed")[-1], combination(ladder, with_parents(ladder, ["more"]))):
+        assert (made.overrides, made.ranks) == (("b=1", "a=1", "e=1"), 2)
 
 
 @pytest.mark.parametrize(
