@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from pycls_fast.choice import give
+from pycls_fast.choice import Choice, give
 from pycls_fast.config import overrides_name
 from pycls_fast.config.compose import as_hydra_overrides, check, compose, default_experiment, long_name, notes
 from pycls_fast.config.conflicts import Purpose
@@ -95,7 +95,7 @@ def train_net(
         values: the same keys as arguments, with `__` for a dot (`optim__lr=1e-3`), or a section as a dictionary. `data`
             may be a `Dataset` of torch (`DatasetImages`) or Hugging Face, or a dictionary of them, `model` a torch
             module with a pretrained trunk (`models.external`), which is copied; `head="small"` keeps its head, too.
-            `callbacks` and `trackers` may be objects.
+            `callbacks`, `trackers`, `optim`, `loss` and `schedule` may be objects.
 
     Raises:
         UserError: a mistake in the configuration or the data, one line each, or a loss that is not finite.
@@ -136,6 +136,9 @@ def _overrides(key: str, value: object, folders: Sequence[Path]) -> list[str]:
     if isinstance(value, str):
         key, _, value = long_name(f"{key}={value}", folders).partition("=")
         return [text_override(key, value)]
+    if isinstance(value, Choice) and key != "model":
+        # Of another choice no key stays. (A model's options are no names of classes.)
+        return [f"{key}={value.member}", f"{key}={as_typed(value)}"]
     return [f"{key}={as_typed(value)}"]
 
 

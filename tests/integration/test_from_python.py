@@ -23,6 +23,7 @@ from pycls_fast.config import RunConfig, load_config, overrides_name
 from pycls_fast.errors import UserError
 from pycls_fast.inference import from_python
 from pycls_fast.observers import MLflow
+from pycls_fast.optim.choices import SGD
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.train import loop
 from pycls_fast.train.assemble import build_parts
@@ -297,6 +298,13 @@ def test_trackers_as_objects(asked: list[tuple[RunConfig, str]]) -> None:
     given = MLflow(project="cats, {dogs}")
     pycls_fast.train("vit_digits", trackers=[given])
     assert asked[0][0].trackers == (given,)
+
+
+def test_another_optimizer_as_an_object(asked: list[tuple[RunConfig, str]]) -> None:
+    """The experiment's has `betas`."""
+    given = SGD(lr=0.1)
+    pycls_fast.train("vit_digits", optim=given)
+    assert asked[0][0].optim == given
 
 
 def test_values_of_wrong_kinds() -> None:
