@@ -173,7 +173,7 @@ class VisionTransformer(Network):
                 )
                 for index, rate in enumerate(drop_path_rates(drop_path, depth, drop_path_rule))
             )  # fmt: skip
-            self.mixtures = len(self._expert_layers())
+            self.mixtures = depth // 2 if experts else 0
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             self.pooling: MapPooling | None = None
             if classifier == "map":
@@ -238,6 +238,8 @@ class VisionTransformer(Network):
         return {f"{path}.{name}" for path, module in owners for name, _ in module.named_parameters(recurse=False)}
 
     def _expert_layers(self, units: Iterable[nn.Module] | None = None) -> list[ExpertsMlp]:
+        if not self.mixtures:
+            return []  # Every step asks.
         # FairScale's wrappers are around the blocks.
         modules = (module for unit in (self.blocks if units is None else units) for module in unit.modules())
         return [module for module in modules if isinstance(module, ExpertsMlp)]
