@@ -29,7 +29,7 @@ from pycls_fast.train.saved_weights import (
     replacing,
     written_files,
 )
-from pycls_fast.train.tasks.score import SCORES
+from pycls_fast.train.tasks.score import ROWS
 
 # Values of `dtype`, which are those of tensors where a file has nothing else.
 _OF_TENSORS = ("null", "float32", "bfloat16", "float16")
@@ -155,7 +155,7 @@ def model_card(weights: Weights) -> str:
     measured = _measured(weights)
     if measured:
         text += "\n| measured in training | |\n|---|---|\n"
-        for key, (name, form) in SCORES.items():
+        for key, (name, form) in ROWS.items():
             text += f"| {name} | {form.format(measured[key])} |\n" if measured.get(key) is not None else ""
     about = {"classes": weights.classes, "preprocessing": preprocessing(weights.config)}
     for title, value in about.items():

@@ -37,8 +37,8 @@ from pycls_fast.train.saved_weights import SEVERAL_SPLITS, Weights, open_weights
 
 # Classes that are printed.
 _CLASSES = 20
-# Names and forms of scores, in the order in which they are shown, by the keys of a record.
-SCORES = {
+# The rows of a table of scores: their names and forms, by the keys of a record.
+ROWS = {
     "split": ("split", "{}"),
     "map": ("mAP", "{:.2f}%"),
     "top1": ("top-1", "{:.2f}%"),
@@ -124,7 +124,7 @@ class Setup:
         if self.fitted.adapted or self.fitted.left_out:
             self.display.table("weights", self.fitted.table())
         rows, known = [], record.get("intervals", {})
-        for key, (name, text) in SCORES.items():
+        for key, (name, text) in ROWS.items():
             if not says_nothing(record, key):
                 ends = f" ({' to '.join(map(text.format, known[key]))})" if key in known else ""
                 rows.append((name, text.format(record[key]) + ends))
