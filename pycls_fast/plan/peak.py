@@ -47,8 +47,9 @@ class Copies:
 
     @property
     def shards(self) -> str:
-        """What is divided: "nothing" with one copy for each rank."""
-        return STRATEGIES[self.strategy].shards if self.degree > 1 else "nothing"
+        """What is divided: "nothing" with one copy for each rank, unless torch's FSDP gathers from that, too."""
+        strategy = STRATEGIES[self.strategy]
+        return strategy.shards if self.degree > 1 or strategy.has_dtensors else "nothing"
 
     @property
     def has_buckets(self) -> bool:
@@ -250,7 +251,7 @@ def pipelined_peak(
         held = replace(held, accumulated=0.0)
         gathers, grown = float(copies.compute_bytes * sizes.parameters), 4.0 * sizes.trained
     # Whole weights are there already.
-    plain = replace(copies, degree=1)
+    plain = replace(copies, strategy="single")
     peaks = {index: passes(stage, sizes, plain, grows=0.0) for index, stage in stages.items()}
     forward = {index: each.total for index, (each, _) in peaks.items()}
     backward = {index: each.total for index, (_, each) in peaks.items()}

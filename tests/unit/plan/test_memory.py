@@ -168,6 +168,13 @@ def test_a_rank_of_fsdp_holds_what_the_plan_says(eight: World, base: tuple[str, 
     assert_held(eight, base, "parallel=fsdp", more, images=16, within=0.1)
 
 
+def test_a_rank_of_fsdp_with_all_shards_gathers_them_too() -> None:
+    """As where ranks divide only blocks."""
+    with imagined(1):
+        world = World(rank=0, size=1, device=CPU, mesh=make_mesh("cpu", None, 1, datetime.timedelta(seconds=60)))
+        assert_held(world, VIT, "parallel=fsdp", "precision=bf16_params", images=2)
+
+
 def test_the_state_of_each_strategy() -> None:
     def held(strategy: str, degree: int = 4, *, trained: int = 1000, **keys: Any) -> State:
         return state_of(Sizes(1000, trained, 100), Copies(strategy, degree, 2, **keys))
