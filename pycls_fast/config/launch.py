@@ -180,7 +180,7 @@ def _run_with_config(verb: type[Verb], arguments: list[str]) -> int:
 
 def _with_words(overrides: Sequence[str], verb: type[Verb]) -> list[str]:
     """The overrides, in which words are the values of `verb.words`."""
-    words = [each for each in overrides if "=" not in each and not each.startswith("~")]
+    words = [each for each in overrides if ("=" not in each and each[:1] != "~") or (verb.words and exists(Path(each)))]
     others = [each for each in overrides if each not in words]
     named = [
         f"{key}={value}" if isinstance(value, str) else f"{key}=[{','.join(map(quoted, value))}]"

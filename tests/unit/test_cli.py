@@ -73,7 +73,9 @@ def test_a_missing_value_is_answered_with_the_usage(typed: Typed, words: str) ->
     assert last.endswith(f", for example pycls-fast {verb} {VERBS[verb][1]}")
 
 
-def test_words_are_the_values_of_keys() -> None:
+def test_words_are_the_values_of_keys(tmp_path: Path) -> None:
+    (tmp_path / "lr=1").touch()
+    assert _with_words([f"{tmp_path}/lr=1", "lr=1"], find_verb("test")) == [f"weights={tmp_path}/lr=1", "lr=1"]
     soup = find_verb("soup")
     assert _with_words(["a", "b c", "d,e", "seed=1"], soup) == ["weights=a", 'others=["b c","d,e"]', "seed=1"]
     # Words are not lost where the key is given.
