@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -73,10 +73,9 @@ def shard(network: Network, world: World, settings: StrategySettings) -> Paralle
         return nullcontext()
 
     def free_gathered() -> None:
-        for whole, _ in parts:
-            for module in whole.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in chain.from_iterable(whole.modules() for whole, _ in parts):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     return ParallelModel(
         forward=network,
