@@ -148,9 +148,10 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
 
 def _leave() -> None:
     dist.destroy_process_group()
-    # torch remembers results with their meshes, and takes a mesh of the same ranks for the same (2.15): the next run of
-    # this process would exchange in groups that are gone, or that have other ranks now.
+    # torch remembers layouts and compiled code with their meshes, and takes a mesh of the same ranks for the same
+    # (2.15): the next run of this process would exchange in groups that are gone, or that have other ranks now.
     _clear_sharding_prop_cache()
+    torch.compiler.reset()
 
 
 def _monitor(world: World, timeout_seconds: int) -> Monitor:

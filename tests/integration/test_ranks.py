@@ -93,7 +93,8 @@ def test_batch_norm_statistics_are_averaged(tmp_path: Path, digits: Path) -> Non
 @pytest.mark.slow
 def test_a_sweep_over_layouts(tmp_path: Path, digits: Path) -> None:
     """The second run has other groups of the same ranks."""
-    keys = [*COMMON, f"data.root={digits}", "schedule.max_steps=1", "parallel.tensor_degree=2", "parallel=hsdp,fsdp"]
+    keys = [*COMMON, f"data.root={digits}", "schedule.max_steps=1", "parallel.tensor_degree=2", "speed.compile=blocks"]
+    keys += ["parallel=hsdp,fsdp"]
     run_process(under_torchrun(command("--multirun", *keys), 2), cwd=tmp_path)
 
 
