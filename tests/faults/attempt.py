@@ -127,7 +127,8 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         if in_time and not os.WIFSIGNALED(status):
             left += [str(path) for path in set(_SHARED_MEMORY.glob(f"torch_{self.pid}_*")) - self._shared]
-            left += [str(path) for path in self._temporary.iterdir()]
+            # Compiled code is kept for later runs.
+            left += [str(path) for path in self._temporary.iterdir() if not path.name.startswith("torchinductor_")]
         code = os.waitstatus_to_exitcode(status) if in_time else None
         return Outcome(code, self._text.decode(errors="replace"), tuple(left), limit)
 
