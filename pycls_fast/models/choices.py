@@ -106,7 +106,7 @@ class ViTModel(Model, name="vit"):
     drop_path_rule: Literal["linear", "constant"] = "linear"
     """The drop-path rate of the blocks: rising from 0 to drop_path, or drop_path in all."""
 
-    function_keys = ("heads", "norm_eps")
+    function_keys = ("heads", "norm_eps", "stem_strides", "experts_per_token")
     switches = ("attention", "layout", "qkv", "sequence_padding", "linear", "gelu", "patches", "drop_path_compute")
 
     def build(self, classes: int, image_size: Size, *, token_parts: int = 1, **switches: Any) -> Network:

@@ -264,12 +264,7 @@ def _settings_of_function(model: Mapping[str, Any], *, fresh_head: bool) -> dict
         options = {k: v for k, v in model.get("options", {}).items() if "drop" not in k and k not in left_out}
         return {"name": _without_tag(model["name"]), "options": options}
     family = Model.choices().get(str(kind))
-    keys = [] if family is None else [*family.function_keys]
-    if kind == "vit" and model.get("stem") == "conv":
-        keys.append("stem_strides")
-    if model.get("experts"):
-        keys.append("experts_per_token")
-    found = {key: model[key] for key in keys if key in model}
+    found = {key: model[key] for key in (() if family is None else family.function_keys) if key in model}
     if kind == "vit" and "classifier" in model and not fresh_head:
         found["classifier"] = model["classifier"]
         found["classifier_norm"] = _classifier_norm(model)
