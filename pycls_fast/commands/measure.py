@@ -215,7 +215,7 @@ class LedgerVerb(
         ladder = ladder_of(self.switches) if asks else read_ladder(name, config_folders())
         mode = self.mode or ladder.mode
         settings = LadderSettings(mode=mode, **{key: getattr(self, key) for key in Repeats.model_fields})
-        purpose = Purpose(needs_data=False, trains=settings.trains)
+        purpose = Purpose(trains=settings.trains)
 
         def composed(overrides: Sequence[str]) -> RunConfig:
             return variant(overrides, purpose, options=type(self))

@@ -172,7 +172,12 @@ class MachineVerb(Verb, experiment=None):
         return DONE
 
 
-class PlanVerb(Verb, experiment="vit_h16", purpose=Purpose(needs_data=False), subcommands={"calibrate": MachineVerb}):
+class PlanVerb(
+    Verb,
+    experiment="vit_h16",
+    purpose=Purpose(needs_data=False, trains=True),
+    subcommands={"calibrate": MachineVerb},
+):
     """Plan a run: `pycls-fast plan --config-name EXPERIMENT cluster=h100x64 [price=2.5] [write=FILE] [output=FOLDER]`.
 
     Which layouts of the ranks fit into memory, and how fast they are, the best first: data and sharding, microbatches,

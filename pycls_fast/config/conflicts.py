@@ -28,9 +28,9 @@ class Purpose:
     """What a configuration is used for, which decides what it must and must not contain."""
 
     needs_data: bool = True
-    """False if no image is read, so that `data.root` may be missing."""
+    """False if nothing is read, so that `data.root` and the weights to fine-tune may be missing."""
     trains: bool = False
-    """Whether the network is trained, so that its initial weights matter: fine-tuning needs `weights`."""
+    """Whether the network is trained or that is planned, so that its initial weights matter."""
     scores_sets: bool = False
     """Whether `data.eval_set` is read; it is refused otherwise."""
     scores: bool = False
@@ -370,8 +370,8 @@ def switch_problems(config: RunConfig, speed: Speed, device: Device) -> Iterator
 def _missing(config: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     fine_tunes = config.needs_weights or config.data.normalization == "weights" or config.optim.trainable != ("all",)
     # A resumed run has its weights in its checkpoint.
-    needs_weights = purpose.scores or (purpose.trains and config.resume in ("auto", "never") and fine_tunes)
-    if config.weights is None and needs_weights:
+    needs_initial = purpose.trains and purpose.needs_data and config.resume in ("auto", "never") and fine_tunes
+    if config.weights is None and (purpose.scores or needs_initial):
         scratch = ", or an experiment that begins without any (--config-name resnet18)" if purpose.trains else ""
         yield "weights", f"not set; give {SOURCES} as weights=SOURCE{scratch}"
     name = config.data.eval_set

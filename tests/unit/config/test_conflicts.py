@@ -220,4 +220,4 @@ def test_numbers_that_do_not_fit(experiment: str, overrides: list[str], key: str
 def test_what_a_purpose_needs(overrides: list[str], purpose: Purpose, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{key}: "):
         checked("vit_digits", overrides, purpose)
-    checked("vit_digits", overrides, Purpose(needs_data=False, scores_sets=True))
+    checked("vit_digits", overrides, Purpose(needs_data=False, trains=True, scores_sets=True))

@@ -425,6 +425,7 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
             "error: data.global_batch_size: 4 cannot be divided among 64 ranks with two images each, which mixing",
         ),
         (["images=63"], "error: data.global_batch_size: 64 is larger than the training set of 63 images"),
+        (["optim=lamb"], "error: model.init: jax conflicts with optim.name=lamb: a head that begins with zeros hardly"),
         (["data.global_batch_size=auto"], "error: data.global_batch_size: auto depends on the data; give a number"),
         (
             ["precisions=[fp32,fp16]", "speed.param_offload=cpu"],
