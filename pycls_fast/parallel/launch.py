@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor, report_seconds
@@ -147,6 +146,9 @@ def _join(group: ExitStack, world: World, backends: str, patience: int, timeout:
 
 
 def _leave() -> None:
+    # Imports torch's compiler, which takes a second.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     dist.destroy_process_group()
     # torch remembers layouts and compiled code with their meshes, and takes a mesh of the same ranks for the same
     # (2.15): the next run of this process would exchange in groups that are gone, or that have other ranks now.
