@@ -197,7 +197,7 @@ def test_help_shows_them() -> None:
         (["optim=sign", "optim.momentun=0.5"], "optim.momentun: unknown key; did you mean optim.momentum?"),
         (["optim=sign", "optim.lr=1", "optim.momentum=2"], "optim.momentum: must be less than 1"),
         (["optim=sgin"], "optim.name: must be one of adamw, .*, sign; got .*; did you mean sign?"),
-        (["callbacks=[{name: weights, off: x}]"], r"callbacks\[0\].off: unknown key; callbacks\[0\] has name, of"),
+        (["callbacks=[{name: weights, off: x}]"], r"callbacks\[0\].off: unknown key; did you mean callbacks\[0\].of\?"),
         (["callbacks=[weight]"], r"callbacks\[0\].name: must be one of weights; got .*; did you mean weights?"),
     ],
 )

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.compose import ALIASES
 from pycls_fast.config.keys import CONFIGS, as_typed
-from pycls_fast.config.messages import USUAL_KEYS, known_keys, section_keys
+from pycls_fast.config.messages import known_keys, meant, section_keys
 from pycls_fast.config.run import LADDERS, PRESETS, RunConfig, groups, options
 from pycls_fast.errors import DONE, UserError, did_you_mean, one_of, refuse
 from pycls_fast.values import Wording, WordOr
@@ -137,9 +137,8 @@ def help_of_key(word: str, own: type[Section], width: int) -> str:
     group = [key for key in keys if key[0].startswith(f"{word}.")]
     if not named and not group:
         names = {name for name, _ in keys}
-        usual = f"; did you mean {USUAL_KEYS[word]}?" if USUAL_KEYS.get(word) in names else ""
-        near = usual or did_you_mean(word, names) or "; --help without a key lists the groups"
-        raise UserError(f"--help {word}: unknown key{near}")
+        near = f"; did you mean {', '.join(found)}?" if (found := meant(word, names)) else did_you_mean(word, names)
+        raise UserError(f"--help {word}: unknown key{near or '; --help without a key lists the groups'}")
     # A key that several kinds of a group (`optim=sgd`) share is described once.
     entries: dict[tuple[str, str], list[type[Section]]] = {}
     for name, section in [*named, *group]:

@@ -26,43 +26,89 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, Value
 
 Where = Callable[[str], str]
 
-# Keys under the names of other projects, for which the nearest key by spelling would be wrong.
+# Keys under the names of other projects, for which neither their words nor their spelling would be near.
 USUAL_KEYS = {
     "batch_size": "data.global_batch_size",
     "bs": "data.global_batch_size",
     "batch": "data.global_batch_size",
+    "validation_batch_size": "data.eval_batch_size",
     "workers": "data.num_workers",
     "img_size": "data.image_size",
     "input_size": "data.image_size",
     "resolution": "data.image_size",
     "data_dir": "data.root",
     "data_path": "data.root",
+    "csv": "data.root",
+    "train_split": "data.train",
+    "val_split": "data.val_fraction",
+    "n_splits": "data.folds",
+    "target": "data.label_column",
+    "sampler": "data.sampling",
+    "oversample": "data.sampling",
+    "opt": "optim",
+    "optimizer": "optim",
     "learning_rate": "optim.lr",
     "wd": "optim.weight_decay",
+    "norm_weight_decay": "optim.decay_norms",
+    "llrd": "optim.layer_decay",
+    "freeze": "optim.trainable",
+    "accumulate_grad_batches": "optim.accumulation_steps",
+    "clip_grad": "optim.clip_norm",
+    "max_grad_norm": "optim.clip_norm",
+    "ema": "optim.ema_decay",
+    "model_ema": "optim.ema_decay",
+    "aa": "augment.policy",
+    "randaug": "augment.policy",
     "auto_augment": "augment.policy",
     "trivial_augment": "augment.policy",
     "three_augment": "augment.policy",
-    "val_split": "data.val_fraction",
-    "opt": "optim",
-    "grad_accum": "optim.accumulation_steps",
-    "freeze": "optim.trainable",
-    "clip_grad": "optim.clip_norm",
-    "grad_clip": "optim.clip_norm",
+    "reprob": "augment.erase_probability",
+    "crop_pct": "augment.eval_crop_ratio",
     "num_epochs": "schedule.epochs",
     "max_epochs": "schedule.epochs",
+    "num_train_epochs": "schedule.epochs",
+    "lr_scheduler_type": "schedule",
     "steps": "schedule.max_steps",
+    "warmup_steps": "schedule.warmup_epochs",
+    "warmup_ratio": "schedule.warmup_epochs",
+    "warmup_lr": "schedule.warmup_start_factor",
+    "min_lr": "schedule.final_factor",
+    "eta_min": "schedule.final_factor",
+    "lr_step_size": "schedule.step_epochs",
+    "decay_epochs": "schedule.step_epochs",
+    "lr_gamma": "schedule.step_factor",
+    "decay_rate": "schedule.step_factor",
     "patience": "schedule.early_stopping_evals",
-    "drop_path_rate": "model.drop_path",
+    "monitor": "schedule.best_metric",
+    "eval_metric": "schedule.best_metric",
     "criterion": "loss",
+    "arch": "model",
+    "backbone": "model",
+    "stochastic_depth": "model.drop_path",
+    "drop_rate": "model.options",
+    "dropout": "model.options",
+    "distillation_type": "distill.targets",
+    "distillation_alpha": "distill.share",
+    "distillation_tau": "distill.temperature",
     "amp": "precision",
     "fp16": "precision",
     "bf16": "precision",
+    "strategy": "parallel",
     "gpu": "runtime.device",
+    "print_freq": "runtime.log_every_steps",
+    "log_interval": "runtime.log_every_steps",
+    "save_every": "runtime.checkpoint_every_steps",
+    "channels_last": "speed.memory_format",
+    "grad_checkpointing": "speed.recompute",
     "wandb": "trackers",
+    "logger": "trackers",
     "pretrained": "weights",
     "checkpoint": "weights",
+    "initial_checkpoint": "weights",
     "output_dir": "run_dir",
+    "save_dir": "run_dir",
     "output": "run_dir",
+    "experiment": "run_dir",
 }
 
 
@@ -220,18 +266,47 @@ def _unknown(
         remedy = "" if origin.endswith(("command line", "call")) else f"; leave it out with ~{key}"
         owners = " or ".join(kind.member for kind in others if issubclass(kind, Choice))
         return f"unknown key for {parent}={section.member}; it belongs to {parent}={owners}{remedy}"
-    known, siblings = known_keys(schema), [*(section.model_fields if section is not None else ())]
-    siblings += [] if parent else also
-    near = nearest(name, siblings)
-    # The key may have another project's name, be a part of one's, exist in another group, or be misspelled.
-    last = {k: k.rpartition(".")[2] for k in sorted(known) if k != key}
-    elsewhere = [k for k, own in last.items() if own == name]
-    partly = [k for k, own in last.items() if own.startswith(f"{name}_") or own.endswith(f"_{name}")]
-    here = [k for k in partly if k.startswith(f"{parent}.")]
-    for guesses in ([USUAL_KEYS.get(name)], here, elsewhere, [near and f"{parent}.{near}".lstrip(".")], partly):
-        if found := [each for each in guesses if each in known or each in also]:
-            return f"unknown key; did you mean {', '.join(found)}?"
+    siblings = [*(section.model_fields if section is not None else ()), *(() if parent else also)]
+    if found := meant(key, known_keys(schema).union(() if parent else also) - {key}):
+        return f"unknown key; did you mean {', '.join(found)}?"
+    if near := nearest(name, siblings):
+        return f"unknown key; did you mean {f'{parent}.{near}'.lstrip('.')}?"
     return f"unknown key; {parent or 'the run'} has {', '.join(siblings)}"
+
+
+def meant(key: str, known: Iterable[str]) -> list[str]:
+    """The known keys that were probably meant: by a usual name, by words that few keys share, or of other groups."""
+    group, _, name = key.rpartition(".")
+    known = sorted(known)
+    if USUAL_KEYS.get(name) in known:
+        return [USUAL_KEYS[name]]
+    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
+    if elsewhere and not group:
+        return elsewhere
+    names = [(each, _words(each)) for each in known]
+    names += [(each, _words(usual)) for usual, each in USUAL_KEYS.items() if each in known]
+    rarity = {}
+    for word in _words(name):
+        having = {each for each, words in names if any(_alike(word, other) for other in words)}
+        rarity[word] = len(having) ** -0.5 if having else 0.0
+    best: dict[str, tuple[float, bool, int, int]] = {}
+    for each, words in names:
+        shared = sum(rarity[word] for word in rarity if any(_alike(word, other) for other in words))
+        near = bool(group) and each.startswith(f"{group}.")
+        likeness = round(shared, 6), near, len({*rarity} & {*words}), -len(words)
+        best[each] = max(likeness, best.get(each, likeness))
+    likest = [each for each in known if best[each] == max(best.values())]
+    return likest if best[likest[0]][0] > 0.5 and len(likest) <= 3 else elsewhere
+
+
+def _words(key: str) -> list[str]:
+    words = [word.lower() for word in re.findall("[A-Z]?[a-z0-9]+|[A-Z]+", key)]
+    return [word for word in words if word not in ("n", "no", "num", "off", "on", "use")]
+
+
+def _alike(word: str, other: str) -> bool:
+    """Whether `word` is the other one, or one of them begins with the other (`accum`, `checkpointing`)."""
+    return word == other or (len(word) >= 3 and other.startswith(word)) or (len(other) >= 4 and word.startswith(other))
 
 
 def _shown(value: Any) -> str:
