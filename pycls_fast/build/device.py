@@ -223,10 +223,8 @@ def _compiles_once(config: RunConfig, kind: Device) -> bool:
 
 
 def compile_for_gpu(config: RunConfig, switches: Speed, world: World, *, images: float, flops: float) -> Speed:
-    """The preset's switches for a GPU and this much work: a few steps are not compiled, small ones are replayed as CUDA
-    graphs. The run trains on so many `images` in all, each with a forward pass of `flops`."""
-    if world.device.type != "cuda" or "compile" in config.speed.by_hand or switches.compile == "off":
-        return switches
+    """The preset's switches, which compile, for a GPU and this much work: a few steps are not compiled, small ones are
+    replayed as CUDA graphs. The run trains on so many `images` in all, each with a forward pass of `flops`."""
     if 3 * flops * images / world.size / _GPU_FLOPS * _GPU_SAVES < _GPU_COMPILING_SECONDS:
         off = switches.replace(compile="off")
         return switches if any(switch_problems(config, off, "cuda")) else off

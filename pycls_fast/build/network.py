@@ -243,8 +243,8 @@ def wrap(
 def loss(
     config: RunConfig, switches: Speed, device: torch.device, classes: int, train: Images | None = None
 ) -> LossFunction:
-    """The training loss for a network of so many outputs. Without the training images, as when timing random ones, all
-    classes have the same weight."""
+    """The training loss for a network of so many outputs. Without the training images all classes have the same
+    weight."""
     plain = config.loss.build(classes)
     if config.loss.class_weights == "auto" and train is not None:
         counts_K, several = torch.from_numpy(train.class_counts()), train.label_sets is not None

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pycls_fast.build import cores_per_rank, counted_model, model
+from pycls_fast.build import compile_for_gpu, cores_per_rank, counted_model, model
 from pycls_fast.config.conflicts import switch_problems
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models.complexity import complexity
@@ -87,15 +87,18 @@ def race(config: RunConfig, *, training: bool = True) -> Race:
 _races: dict[tuple[str, Size, bool], Race] = {}
 
 
-def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: int) -> Speed:
-    """The switches, without compilation if the preset chose it for a CPU, it would take longer than it saves, and no
-    switch set by hand needs it.
+def compile_if_it_pays(config: RunConfig, chosen: Speed, world: World, *, images: float, flops: float) -> Speed:
+    """The switches, without compilation if the preset chose it, it would take longer than it saves, and no switch set
+    by hand needs it; for a GPU see `compile_for_gpu`.
 
     Args:
         images: the number that the run trains on, over all epochs.
+        flops: operations of an image's forward pass.
     """
-    if world.device.type == "cuda" or "compile" in config.speed.by_hand or chosen.compile == "off":
+    if "compile" in config.speed.by_hand or chosen.compile == "off":
         return chosen
+    if world.device.type == "cuda":
+        return compile_for_gpu(config, chosen, world, images=images, flops=flops)
     if shared_race(config, world).seconds_per_image * images * _COMPILED_SAVES > _COMPILING_SECONDS:
         return chosen
     # A GELU for compiled code goes with it, as in `switches`.

@@ -19,15 +19,12 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models.complexity import complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.owned_weights import LocalShards, OwnedWeights, local
 from pycls_fast.parallel.fsdp import is_empty
 from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.world import World
-from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import Speed
-from pycls_fast.train.agreement import check_same_data, check_same_switches
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.display import Display
 from pycls_fast.train.distill import build_distillation
@@ -36,7 +33,7 @@ from pycls_fast.train.folder import output_file
 from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.load_weights import load_weights, trained_size
 from pycls_fast.train.metrics import TrainMetrics
-from pycls_fast.train.resolving import resolve_after_data, resolve_before_data
+from pycls_fast.train.resolving import Resolved, resolve, resolve_before_data
 from pycls_fast.train.run_state import Parts
 from pycls_fast.train.step import PipelinedStep, Step
 from pycls_fast.train.watchdog import Watchdog
@@ -44,85 +41,69 @@ from pycls_fast.train.watchdog import Watchdog
 
 def build_parts(config: RunConfig, world: World, display: Display, resumed_from: Checkpoint | None = None) -> Parts:
     """Build every part; each needs the ones before it. A checkpoint to resume from takes the place of `weights`."""
-    config = resolve_before_data(config, world, resumed_from)
-    switches = build.switches(config, world.device)
-    check_same_switches(switches, world)
-    build.set_backend(config, world.device, switches)
-    # A batch that cannot be divided is refused before the data is opened, which may take long.
-    build.microbatch_size(config, world)
-    sources = build.sources(config, world)
-    train = sources["train"]
-    classes = build.num_classes(config, train)
-    config = resolve_after_data(config, len(train), world, classes=classes, note=display.note)
-    build.check_mixing(config, world)
-    check_same_data(sources, world)
-    steps_per_epoch = build.steps_per_epoch(config, len(train))
-    images = build.total_steps(config, steps_per_epoch) * config.data.global_batch_size
-    switches = compile_if_it_pays(config, switches, world, images=images)
-    network = build.trained_model(config, classes, switches, world)
+    config = resolve_before_data(config, world, resumed_from, note=display.note)
+    resolved = resolve(config, world)
+    build.check_mixing(resolved.config, world)
+    loads = config.weights is not None and resumed_from is None
+    weights = InitialWeights(resolved, world, display) if loads else None
+    step = build_step(resolved, world, weights)
+    if resumed_from is None:
+        _check_head(resolved.config, step.network, world, is_new=weights is not None and weights.new_head)
     # A module of the user's own rarely has a head for these classes; a checkpoint's is trained.
-    new_head = config.model.kind == "given" and resumed_from is None
+    new_head = config.model.kind == "given" and resumed_from is None if weights is None else weights.new_head
+    return Parts(**vars(resolved), step=step, new_head=new_head)
 
-    def load(flat: OwnedWeights | None = None) -> None:
-        """Load what `weights` names into the network, or into the flat shards that hold its weights."""
-        nonlocal new_head
-        if config.weights is not None and resumed_from is None:
-            # A network that was flattened no longer has its names and shapes.
-            shaped = network if flat is None else build.model(config, classes, switches, empty=True)
-            new_head = _load_initial(config, shaped, train.classes, world, display, into=flat)
 
-    if not is_empty(network):
-        load()
-    counted = complexity(lambda: build.counted_model(config, classes), image_size=config.data.image_size)
-    switches = build.compile_for_gpu(config, switches, world, images=images, flops=counted.forward_flops)
+def build_step(resolved: Resolved, world: World, weights: InitialWeights | None = None) -> Step:
+    """The training step around a new network."""
+    config, switches, train = resolved.config, resolved.switches, resolved.sources["train"]
+    network = build.trained_model(config, resolved.outputs, switches, world)
+    if weights is not None and not is_empty(network):
+        weights.load(network)
     network = build.place(config, network, world, switches)
-    step = make_step(config, network, world, switches, steps_per_epoch, load, train=train)
+    initialise = None if weights is None else partial(weights.load, network)
+    step = make_step(config, network, world, switches, resolved.steps_per_epoch, initialise, train=train)
     step.sets_LK = build.label_sets(config, train, world.device)
     step.distillation = build_distillation(config, train, world, switches)
     network.taught = step.distillation is not None
-    if resumed_from is None:
-        _check_head(config, network, world, is_new=new_head and config.weights is not None)
-    return Parts(
-        config=config,
-        sources=sources,
-        network=network,
-        step=step,
-        switches=switches,
-        complexity=counted,
-        steps_per_epoch=steps_per_epoch,
-        new_head=new_head,
-    )
+    return step
 
 
-def _load_initial(
-    config: RunConfig,
-    network: Network,
-    classes: tuple[str, ...],
-    world: World,
-    display: Display,
-    *,
-    into: OwnedWeights | None,
-) -> bool:
-    """Load what `weights` names, and report what was done to make it fit; returns whether the head is new."""
-    assert config.weights is not None
-    weights, fitted = load_weights(
-        network,
-        config.weights,
-        classes=classes,
-        model=config.model.model_dump(mode="json"),
-        allow=config.weights_allow,
-        new_head="zero" if config.head == "zero" else "small",
-        world=world,
-        into=into,
-    )
-    display.table("weights", fitted.table())
-    size = trained_size(weights)
-    if size is not None and size != config.data.image_size:
-        display.note(
-            f"data.image_size: {config.data.image_size} px here, but the weights are for {size} px; "
-            f"data.image_size={as_typed(size.typed)} keeps that size"
+@dataclass
+class InitialWeights:
+    """What `weights` names; once it is loaded, `new_head` says whether it left the head without values."""
+
+    resolved: Resolved
+    world: World
+    display: Display
+    new_head: bool = False
+
+    def load(self, network: Network, flat: OwnedWeights | None = None) -> None:
+        """Load the weights into the network, or into the flat shards that hold its weights, and report what was done
+        to make them fit."""
+        config, train = self.resolved.config, self.resolved.sources["train"]
+        assert config.weights is not None
+        if flat is not None:
+            # A network that was flattened no longer has its names and shapes.
+            network = build.model(config, self.resolved.outputs, self.resolved.switches, empty=True)
+        weights, fitted = load_weights(
+            network,
+            config.weights,
+            classes=train.classes,
+            model=config.model.model_dump(mode="json"),
+            allow=config.weights_allow,
+            new_head="zero" if config.head == "zero" else "small",
+            world=self.world,
+            into=flat,
         )
-    return f"{network.head_name}.weight" in fitted.fresh
+        self.display.table("weights", fitted.table())
+        size = trained_size(weights)
+        if size is not None and size != config.data.image_size:
+            self.display.note(
+                f"data.image_size: {config.data.image_size} px here, but the weights are for {size} px; "
+                f"data.image_size={as_typed(size.typed)} keeps that size"
+            )
+        self.new_head = f"{network.head_name}.weight" in fitted.fresh
 
 
 def _check_head(config: RunConfig, network: Network, world: World, *, is_new: bool) -> None:

@@ -1,12 +1,15 @@
-"""Values of the configuration that depend on the weights, the data or a checkpoint, replaced by what they stand for.
+"""Values of the configuration that depend on the weights, the data or a checkpoint, replaced by what they stand for;
+what else is known before a network is built.
 
 The order matters: `weights` is pinned to a commit before anything is read from there, also by `data.normalization`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,16 @@ import torch
 
 from pycls_fast import build
 from pycls_fast.config.run import RunConfig
+from pycls_fast.data.sources.base import Images
 from pycls_fast.models import pretrained
 from pycls_fast.models.choices import TimmModel
+from pycls_fast.models.complexity import Complexity, complexity
 from pycls_fast.models.pretrained.traits import rgb_triple
 from pycls_fast.parallel.world import ALONE, World
 from pycls_fast.plan.auto import resolve_auto
-from pycls_fast.plan.race import shared_race
-from pycls_fast.train.agreement import on_main
+from pycls_fast.plan.race import compile_if_it_pays, shared_race
+from pycls_fast.speed import Speed
+from pycls_fast.train.agreement import check_same_data, check_same_switches, on_main
 from pycls_fast.train.checkpoint import Checkpoint
 from pycls_fast.train.saved_weights import open_weights
 from pycls_fast.values import AUTO
@@ -31,12 +37,56 @@ Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 _JAX: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def resolve_before_data(config: RunConfig, world: World, resumed_from: Checkpoint | None) -> RunConfig:
-    """The configuration with the commit of `weights`, a precision and a number of threads, or with those of the
-    checkpoint from which a run resumes; all ranks call this."""
+@dataclass
+class Resolved:
+    """A configuration in which every `auto` is a number, and what follows from it; `sources` are its splits, and
+    `outputs` the network's: the classes, and perhaps more."""
+
+    config: RunConfig
+    switches: Speed
+    sources: Mapping[str, Images]
+    outputs: int
+    complexity: Complexity
+    steps_per_epoch: int
+
+
+def resolve(
+    config: RunConfig, world: World, *, opened: Mapping[str, Images] | None = None, timed: bool = False
+) -> Resolved:
+    """Resolve what `resolve_before_data` has left, or for timing `with_precision`, and set up the process; all ranks
+    call this.
+
+    Args:
+        opened: the data, if it is open.
+        timed: for steps that are timed, as those of a training that is long enough to be compiled. Data that no step
+            reads may have fewer images than a step.
+    """
+    switches = build.switches(config, world.device)
+    check_same_switches(switches, world)
+    build.set_backend(config, world.device, switches)
+    # A batch that cannot be divided is refused before the data is opened, which may take long.
+    build.microbatch_size(config, world)
+    sources = opened or build.sources(config, world)
+    images = len(sources["train"])
+    outputs = build.num_classes(config, sources["train"])
+    config = resolve_auto(config, images, world, classes=outputs)
+    check_same_data(sources, world)
+    batch = config.data.global_batch_size
+    steps_per_epoch = max(images // batch, 1) if timed else build.steps_per_epoch(config, images)
+    counted = complexity(build.counted_model(config, outputs), image_size=config.data.image_size)
+    trained_on = math.inf if timed else build.total_steps(config, steps_per_epoch) * batch
+    switches = compile_if_it_pays(config, switches, world, images=trained_on, flops=counted.forward_flops)
+    return Resolved(config, switches, sources, outputs, counted, steps_per_epoch)
+
+
+def resolve_before_data(
+    config: RunConfig, world: World, resumed_from: Checkpoint | None, *, note: Callable[[str], None]
+) -> RunConfig:
+    """The configuration with the commit of `weights`, and with a precision, a number of threads and a normalisation,
+    or with those of the checkpoint from which a run resumes; all ranks call this."""
     if resumed_from is not None:
         return as_saved(config, world, resumed_from)
-    return with_precision(pin_weights(config, world), world)
+    return resolve_normalization(with_precision(pin_weights(config, world), world), world, note=note)
 
 
 def as_saved(config: RunConfig, world: World, resumed_from: Checkpoint) -> RunConfig:
@@ -85,14 +135,6 @@ def with_precision(config: RunConfig, world: World, *, training: bool = True) ->
         found = shared_race(config, world, training=training)
         precision, threads = found.format if precision == "auto" else precision, threads or found.threads
     return config.with_values(precision={"name": precision}, runtime={"threads": threads})
-
-
-def resolve_after_data(
-    config: RunConfig, images: int, world: World, *, classes: int | None = None, note: Callable[[str], None]
-) -> RunConfig:
-    """The configuration with every `auto`, and the weights' mean and standard deviation, as numbers; for so many images
-    to train on (or to score)."""
-    return resolve_normalization(resolve_auto(config, images, world, classes=classes), world, note=note)
 
 
 def pin_weights(config: RunConfig, world: World) -> RunConfig:

@@ -11,40 +11,34 @@ from typing import Any
 
 from torch import Tensor
 
-from pycls_fast.config.run import RunConfig
 from pycls_fast.data.sampling import order_of
-from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import refusing
 from pycls_fast.files import STATE, step_of
-from pycls_fast.models.complexity import Complexity
 from pycls_fast.network import Network
 from pycls_fast.optim.optimizers import HostOptimizer
 from pycls_fast.parallel.fairscale import plain_name
 from pycls_fast.parallel.world import World, floating_buffers
-from pycls_fast.speed import Speed
 from pycls_fast.train import checkpoint
 from pycls_fast.train.checkpoint import State, split
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import DamagedImages, Scorer
 from pycls_fast.train.folder import DAMAGED_IMAGE, RunFolder
+from pycls_fast.train.resolving import Resolved
 from pycls_fast.train.saving import Saver
 from pycls_fast.train.step import Step
 
 
 @dataclass
-class Parts:
-    """What training needs, built. `config` is the given one with every `auto` and `weights` replaced by numbers, and
-    the commit of `weights` if these are on the Hugging Face hub."""
+class Parts(Resolved):
+    """What training needs, built."""
 
-    config: RunConfig
-    sources: dict[str, Images]
-    network: Network
     step: Step
-    switches: Speed
-    complexity: Complexity
-    steps_per_epoch: int
     new_head: bool
     """Whether the weights left the head without values."""
+
+    @property
+    def network(self) -> Network:
+        return self.step.network
 
     @property
     def fits_head(self) -> bool:

@@ -13,6 +13,7 @@ from pycls_fast.config import load_config
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.measure import variant as timed_variant
 from pycls_fast.ledger.measure.timing import time_variants
+from pycls_fast.train import resolving
 from tests.factories import compiles
 from tests.integration.runs import TINY, command, run_process, under_torchrun
 
@@ -116,16 +117,22 @@ def test_a_sharded_network_is_never_built_whole(tmp_path: Path, digits: Path, mo
 def test_steps_are_compiled_as_those_of_a_long_training(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_for_gpu(config: Any, switches: Any, world: Any, *, images: float, flops: float) -> Any:
+    def compile_if_it_pays(config: Any, switches: Any, world: Any, *, images: float, flops: float) -> Any:
         assert images == math.inf
         assert flops > 0
         return switches.replace(clip="loop")
 
-    monkeypatch.setattr(timed_variant.build, "compile_for_gpu", compile_for_gpu)
+    monkeypatch.setattr(resolving, "compile_if_it_pays", compile_if_it_pays)
     config = load_config("vit_digits", [*TINY, f"data.root={digits}", "speed=fast"])
     file = tmp_path / "timing.json"
     assert time_variants([("vit_digits", config)], **{**KEYS, "mode": "train"}, output=str(file)) == 0
     assert json.loads(file.read_text())["switches"]["clip"] == "loop"
+
+
+def test_a_teacher_is_a_part_of_the_step(tmp_path: Path, digits: Path) -> None:
+    config = load_config("vit_digits", [*TINY, f"data.root={digits}", f"distill.teacher={tmp_path / 'none'}"])
+    with pytest.raises(UserError, match=r"^distill\.teacher: .*none"):
+        time_variants([("vit_digits", config)], **{**KEYS, "mode": "train"}, output=str(tmp_path / "timing.json"))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from pycls_fast.optim.choices import Optimizer
 from pycls_fast.optim.optimizers import HostOptimizer
 from pycls_fast.parallel.saved_activations import Recomputed, SavedTensors, save_activation_memory
 from pycls_fast.parallel.world import World
+from pycls_fast.plan.race import compile_if_it_pays
 from pycls_fast.speed import SWITCHES, Device, Speed, Switch, resolve
 from tests.factories import config_of
 
@@ -195,7 +196,7 @@ def test_what_a_gpu_compiles_depends_on_its_work(
     config = config_of(*base, "optim.accumulation_steps=1", *overrides, name="vit_s16")
     world = World(rank=0, size=1, device=torch.device("cuda"))
     flops = complexity(build.counted_model(config, 1000), image_size=224).forward_flops
-    chosen = build.compile_for_gpu(config, build.switches(config, world.device), world, images=images, flops=flops)
+    chosen = compile_if_it_pays(config, build.switches(config, world.device), world, images=images, flops=flops)
     assert (chosen.compile, chosen.compile_mode) == expected
 
 

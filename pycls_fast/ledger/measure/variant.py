@@ -31,11 +31,10 @@ from pycls_fast.ledger.measure.workloads import (
 from pycls_fast.ledger.report.statistics import paired_ratio, spread
 from pycls_fast.models.complexity import complexity
 from pycls_fast.parallel.world import World
-from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.seeds import counter_seed
-from pycls_fast.train.assemble import make_step
+from pycls_fast.train.assemble import build_step
 from pycls_fast.train.metrics import StepMemory
-from pycls_fast.train.resolving import with_precision
+from pycls_fast.train.resolving import resolve, with_precision
 from pycls_fast.values import Size
 
 _EVALUATION_BATCH, _TRAINING_BATCH = 1, 2
@@ -71,7 +70,7 @@ class TimedVariant:
     """A built configuration with its measurements.
 
     Attributes:
-        complexity, training_complexity: for one image of evaluation, and for one of the first epoch.
+        training_complexity: for an image of the first epoch.
         lengths: steps of a turn of each part.
         stages: record of the input pipeline's stages.
     """
@@ -93,25 +92,18 @@ class TimedVariant:
             if config.model.num_classes is not None:
                 shared["synthetic_classes"] = config.model.num_classes
             config = config.model_copy(update={"data": Synthetic(**shared)})
-        config = with_precision(config, world)
-        switches = build.switches(config, world.device)
-        build.set_backend(config, world.device, switches)
-        build.microbatch_size(config, world)
-        same_data = [o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed]
-        self.sources = same_data[0] if same_data else build.sources(config, world)
-        train = self.sources["train"]
-        self.classes = build.num_classes(config, train)
-        config = resolve_auto(config, len(train), world, classes=self.classes)
+        same_data = (o.sources for o in others if o.config.data == config.data and o.config.seed == config.seed)
+        resolved = resolve(with_precision(config, world), world, opened=next(same_data, None), timed=True)
+        config, train = resolved.config, resolved.sources["train"]
         if {"loader", "both"} & set(parts):
             # Only these parts read images, and need at least one global batch.
             build.steps_per_epoch(config, len(train))
-        sizes, classes = (config.data.image_size, config.data.training_image_sizes[0]), self.classes
-        counts = {size: complexity(lambda: build.counted_model(config, classes), image_size=size) for size in {*sizes}}
-        self.complexity, self.training_complexity = (counts[size] for size in sizes)
-        flops = self.complexity.forward_flops
-        # As a training that is long enough to be compiled: a variant's seconds are those of its steps.
-        self.switches = build.compile_for_gpu(config, switches, world, images=math.inf, flops=flops)
-        self.name, self.config, self.world, self.memory = name, config, world, DeviceMemory(world.device)
+        self.training_complexity, size = resolved.complexity, config.data.training_image_sizes[0]
+        if size != config.data.image_size:
+            network = build.counted_model(config, resolved.outputs)
+            self.training_complexity = complexity(network, image_size=size)
+        self.resolved, self.config, self.switches = resolved, config, resolved.switches
+        self.sources, self.name, self.world, self.memory = resolved.sources, name, world, DeviceMemory(world.device)
         self.parts = dict[PartName, Part]()
         self.lengths = dict[PartName, int]()
         self.turns = dict[PartName, list[Turn]]()
@@ -129,10 +121,8 @@ class TimedVariant:
 
     def _build_model_parts(self, parts: Sequence[PartName]) -> None:
         config, switches, world = self.config, self.switches, self.world
-        network = build.place(config, build.trained_model(config, self.classes, switches, world), world, switches)
-        step = make_step(config, network, world, switches, self._steps_per_epoch)
-        step.sets_LK = build.label_sets(config, self.sources["train"], world.device)
-        labels = self.classes if step.sets_LK is None else len(step.sets_LK)
+        step = build_step(self.resolved, world)
+        labels = self.resolved.outputs if step.sets_LK is None else len(step.sets_LK)
         self.trainer = Trainer(step, world, switches)
         microbatch, host = build.microbatch_size(config, world), build.prepare_on_host(config, switches)
 
@@ -191,13 +181,9 @@ class TimedVariant:
         """Number of steps since the last call whose gradients were not finite."""
         return int(self.trainer.metrics.read(self.world)["skipped_steps"]) if self.trainer is not None else 0
 
-    @property
-    def _steps_per_epoch(self) -> int:
-        return max(1, len(self.sources["train"]) // self.config.data.global_batch_size)
-
     def record(self) -> dict[str, Any]:
         """What a timing file says of it; rates in images per second, memory in bytes."""
-        config, counted, trained = self.config, self.complexity, self.training_complexity
+        config, counted, trained = self.config, self.resolved.complexity, self.training_complexity
         first, matmul = next(iter(self.turns)), None if self.matmul is None else self.matmul.record()
         parts: dict[str, Any] = {}
         for name, turns in self.turns.items():
@@ -219,7 +205,7 @@ class TimedVariant:
             # The training steps are timed with images of the first epoch (`data.image_size_schedule`).
             "train_image_size": config.data.training_image_sizes[0].typed,
             "train_forward_flops_per_image": trained.forward_flops,
-            "num_classes": self.classes,
+            "num_classes": self.resolved.outputs,
             "data": self.sources["train"].describe(),
             "global_batch_size": config.data.global_batch_size,
             "accumulation_steps": config.optim.microbatches,
@@ -239,9 +225,9 @@ class TimedVariant:
 
     def _whole_run(self) -> dict[str, int]:
         """Steps of a run, and the images that its evaluations score, twice each if the weights are averaged."""
-        config, images = self.config, len(self.sources["val"])
-        steps = build.total_steps(config, self._steps_per_epoch)
-        every = build.steps_between_evaluations(config, self._steps_per_epoch)
+        config, images, steps_per_epoch = self.config, len(self.sources["val"]), self.resolved.steps_per_epoch
+        steps = build.total_steps(config, steps_per_epoch)
+        every = build.steps_between_evaluations(config, steps_per_epoch)
         evaluations = -(-steps // every) * (1 if config.optim.ema_decay is None else 2)
         return {
             "steps_per_run": steps,

@@ -21,6 +21,7 @@ from pycls_fast.models.export_formats import ExportedNetwork
 from pycls_fast.network import Network
 from pycls_fast.parallel.parallel_model import ParallelModel
 from pycls_fast.parallel.world import World
+from pycls_fast.plan.auto import resolve_auto
 from pycls_fast.speed import Speed
 from pycls_fast.train.by_class import class_scores, roc_auc, set_scores
 from pycls_fast.train.confidence_intervals import intervals, wilson
@@ -32,7 +33,7 @@ from pycls_fast.train.folder import output_file, write_json, write_text
 from pycls_fast.train.load_weights import load_network
 from pycls_fast.train.out_of_memory import enough_to_score
 from pycls_fast.train.pictures import write_report
-from pycls_fast.train.resolving import pin_weights, resolve_after_data, timm_name, with_precision
+from pycls_fast.train.resolving import pin_weights, resolve_normalization, timm_name, with_precision
 from pycls_fast.train.saved_weights import SEVERAL_SPLITS, Weights, open_weights
 
 # Classes that are printed.
@@ -82,7 +83,8 @@ class Setup:
         value of `config` is a number."""
         # Nothing is trained, so nothing has to fit.
         config = self.config.with_values(optim={"accumulation_steps": self.config.optim.microbatches})
-        self.config = build.for_scoring(resolve_after_data(config, len(data), self.world, note=self.display.note))
+        config = resolve_normalization(config, self.world, note=self.display.note)
+        self.config = build.for_scoring(resolve_auto(config, len(data), self.world))
         if self.weights.run is not None:
             self.fitted = pretrained.Fitted(str(self.weights.path), pretrained.OURS, self.weights.kind)
             return ExportedNetwork(self.weights.run, self.config.data.mean, self.config.data.std)

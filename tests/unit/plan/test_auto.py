@@ -224,11 +224,11 @@ def test_short_runs_are_not_compiled(monkeypatch: pytest.MonkeyPatch, images: in
     monkeypatch.setattr(module, "race", lambda config, training: Race("amp_bf16", 3.0, None, 0.01))
     config = config_of("precision=amp_bf16", "speed.compile=null")
     chosen = Speed(compile="model", gelu="polynomial")
-    found = compile_if_it_pays(config, chosen, ALONE, images=images)
+    found = compile_if_it_pays(config, chosen, ALONE, images=images, flops=1e9)
     assert found.compile == compiled
     assert found.gelu == ("torch" if compiled == "off" else "polynomial")
     typed = config_of("precision=amp_bf16", "speed.compile=model")
-    assert compile_if_it_pays(typed, chosen, ALONE, images=images) == chosen
+    assert compile_if_it_pays(typed, chosen, ALONE, images=images, flops=1e9) == chosen
 
 
 @pytest.mark.parametrize("typed", ["recompute=budget", "gelu=polynomial", "compile_mode=max-autotune-no-cudagraphs"])
@@ -237,4 +237,4 @@ def test_short_runs_are_compiled_for_a_switch_that_needs_it(monkeypatch: pytest.
     monkeypatch.setattr(module, "race", lambda config, training: Race("amp_bf16", 3.0, None, 0.01))
     config = config_of("precision=amp_bf16", "speed=fast", "speed.compile=null", f"speed.{typed}")
     chosen = config.speed.replace(compile="model")
-    assert compile_if_it_pays(config, chosen, ALONE, images=1_000) == chosen
+    assert compile_if_it_pays(config, chosen, ALONE, images=1_000, flops=1e9) == chosen

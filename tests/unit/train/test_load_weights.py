@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -31,7 +32,7 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.network import Network
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.speed import Speed
-from pycls_fast.train.assemble import _load_initial
+from pycls_fast.train.assemble import InitialWeights
 from pycls_fast.train.display import Display
 from pycls_fast.train.load_weights import is_same_model, load_weights
 from pycls_fast.train.resolving import pixel_statistics, resolve_normalization
@@ -210,13 +211,20 @@ def test_training_begins_as_configured(tmp_path: Path, head: str, deviation: flo
     saved, config = of_kind("timm", TIMM, 2)
     file = tmp_path / "theirs.safetensors"
     save_file(saved.state_dict(), file, {"classes": '["a", "b"]', "config": config.model_dump_json()})
-    display, own = Display(speaks=False, mode="plain"), {"weights": str(file), "head": head}
+
+    def initial(config: RunConfig) -> InitialWeights:
+        given = config.model_copy(update={"weights": str(file), "head": head})
+        resolved: Any = SimpleNamespace(config=given, sources={"train": SimpleNamespace(classes=ABC)})
+        return InitialWeights(resolved, ALONE, Display(speaks=False, mode="plain"))
+
     network, same = of_kind("timm", TIMM, 3)
-    assert _load_initial(same.model_copy(update=own), network, ABC, ALONE, display, into=None)
+    weights = initial(same)
+    weights.load(network)
+    assert weights.new_head
     assert network.last_layer().weight.std().item() == pytest.approx(deviation, rel=0.1)
     network, other = of_kind("timm", {**TIMM, "options": {}}, 3)
     with pytest.raises(UserError, match=r"theirs\.safetensors belongs to another model"):
-        _load_initial(other.model_copy(update=own), network, ABC, ALONE, display, into=None)
+        initial(other).load(network)
 
 
 @pytest.mark.parametrize("other", [{"width": 24, "heads": 2}, VIT], ids=["width", "stem"])
