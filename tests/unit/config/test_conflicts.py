@@ -112,12 +112,14 @@ CUDA = torch.device("cuda")
 def example(condition: Condition) -> str:
     """Settings that meet it."""
     if not condition.text:
+        assert condition in EXAMPLES, f"a new fact of {condition.key}: add settings that make it true to EXAMPLES"
         return EXAMPLES[condition]
     if condition.text in MODELS:
         return f"model={MODELS[condition.text]}"
     key, _, values = condition.text.partition("=")
-    if key.endswith("!"):
-        return f"{key[:-1]}={OTHER[key[:-1]]}"
+    if (name := key.removesuffix("!")) != key:
+        assert name in OTHER, f"a new condition {condition.text}: add another value of {name} to OTHER"
+        return f"{name}={OTHER[name]}"
     value = values.partition("|")[0]
     if key == "model.kind":
         return ""

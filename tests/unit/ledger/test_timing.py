@@ -237,7 +237,7 @@ def test_a_turn_of_the_loader_begins_and_ends_while_the_workers_are_ahead(monkey
 def test_without_data_there_are_as_many_classes_as_the_model_is_given() -> None:
     overrides = ["data=auto", "data.root=null", "model.num_classes=5", "precision=fp32"]
     config = load_config("vit_digits", overrides, needs_data=False)
-    assert TimedVariant("x", config, Session((), ALONE)).classes == 5
+    assert TimedVariant("x", config, Session((), ALONE)).resolved.outputs == 5
 
 
 def test_workers_beyond_the_cores_only_read() -> None:
