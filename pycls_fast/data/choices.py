@@ -178,7 +178,7 @@ class Given(Source, name="given"):
         from pycls_fast.data.sources.arrays import open_given
 
         datasets = given("data.dataset", self.dataset, "use data.source=auto data.root=PATH")
-        return open_given(datasets, self.label_separator)
+        return open_given(datasets, self)
 
 
 class Augment(Section):

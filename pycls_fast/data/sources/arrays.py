@@ -22,7 +22,7 @@ from pycls_fast.data.sources.files import SPLIT_OF, labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.hub import is_of_hugging_face, open_split
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.data.to_rgb import DamagedImage, decode
+from pycls_fast.data.to_rgb import AS_STORED, Conversion, DamagedImage, decode
 from pycls_fast.errors import UserError, first_few, refusing
 from pycls_fast.reading import TABLE_BYTES, open_file
 from pycls_fast.seeds import counter_seed
@@ -230,12 +230,15 @@ class DatasetImages(Images):
     every image is read once. Class names come from `classes`.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, convert: Conversion = AS_STORED) -> None:
         """
+        Args:
+            convert: for Pillow images.
+
         Raises:
             UserError: images or labels of other kinds, or more classes than names.
         """
-        self._dataset, self.where = dataset, type(dataset).__name__
+        self._dataset, self._convert, self.where = dataset, convert, type(dataset).__name__
         what = f"data: labels of the {self.where} are no whole numbers or names, or rows of zeros and ones"
         with refusing(what, ValueError):
             labels = _labels(dataset)
@@ -260,7 +263,7 @@ class DatasetImages(Images):
 
     def read(self, index: int) -> np.ndarray:
         image = _part(self._dataset[index], 0)
-        pixels = np.asarray(decode(image) if isinstance(image, Image.Image) else image)
+        pixels = np.asarray(decode(image, self._convert) if isinstance(image, Image.Image) else image)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
             raise UserError(
                 f"data: image {index} of the {self.where} is {type(image).__name__} {pixels.dtype} {pixels.shape}, not "
@@ -303,12 +306,14 @@ def _labels(dataset: Any) -> np.ndarray:
     return labels
 
 
-def open_given(datasets: Any, label_separator: str | None) -> dict[str, Images]:
+def open_given(datasets: Any, data: Source) -> dict[str, Images]:
     """The sources of a dataset, which is split at random, or of several by the names of their splits; those of Hugging
     Face's `datasets` are read as from a file."""
     named = datasets if isinstance(datasets, Mapping) else {"all": datasets}
     return {
-        split: _open_columns(split, dataset, label_separator) if is_of_hugging_face(dataset) else DatasetImages(dataset)
+        split: _open_columns(split, dataset, data.label_separator)
+        if is_of_hugging_face(dataset)
+        else DatasetImages(dataset, data.conversion)
         for split, dataset in named.items()
     }
 

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pycls_fast.data.choices import Given
 from pycls_fast.data.sources.arrays import open_given
 from pycls_fast.errors import UserError
 from pycls_fast.inference.from_python import _overrides
@@ -48,17 +49,17 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_a_program() -> None:
-    given = hub_datasets(CONTENT)
-    for split, source in open_given(given, None).items():
+    given, data = hub_datasets(CONTENT), Given(dataset="theirs")
+    for split, source in open_given(given, data).items():
         assert samples_of(source) == expected(CONTENT[{"validation": "val"}.get(split, split)])
         assert source.classes == CLASSES
     renamed = given["train"].rename_columns({"image": "img", "label": "labels"})
-    assert samples_of(open_given(renamed, None)["all"]) == expected(CONTENT["train"])
+    assert samples_of(open_given(renamed, data)["all"]) == expected(CONTENT["train"])
     with pytest.raises(UserError, match="items have image, kind; call one label or labels or target"):
-        open_given(given["train"].rename_column("label", "kind"), None)
-    assert open_given({"test": given["train"].select_columns(["image"])}, None)["test"].labels.max() == -1
-    for data in (given, given["train"]):
-        assert _overrides("data", data, [])[0] == "data.source=given"
+        open_given(given["train"].rename_column("label", "kind"), data)
+    assert open_given({"test": given["train"].select_columns(["image"])}, data)["test"].labels.max() == -1
+    for each in (given, given["train"]):
+        assert _overrides("data", each, [])[0] == "data.source=given"
 
 
 def test_a_row_without_an_image(tmp_path: Path) -> None:

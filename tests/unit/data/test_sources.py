@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ import pyarrow.parquet
 import pytest
 import torch
 import webdataset
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.utils.data import Subset, TensorDataset
 
-from pycls_fast.data.choices import Augment
+from pycls_fast.data.choices import Augment, Given
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.loader import ImageLoader
 from pycls_fast.data.pack import PackSettings, pack
 from pycls_fast.data.sampling import TrainSampler
-from pycls_fast.data.sources.arrays import DatasetImages
+from pycls_fast.data.sources.arrays import DatasetImages, open_given
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.to_rgb import DamagedImage
 from pycls_fast.data.transforms import TrainTransform
@@ -191,6 +192,17 @@ def test_a_dataset_of_dictionaries() -> None:
         DatasetImages([{"x": 0, "label": 1}])
     with pytest.raises(UserError, match=r"list_iterator is read in one order only \(.*; give one with __len__"):
         DatasetImages(iter(items))
+
+
+def test_pillow_images_of_a_dataset_are_converted_like_files() -> None:
+    """And like those that a prediction gets."""
+    clear = Image.new("RGBA", (2, 1))
+    clear.getexif()[ExifTags.Base.Orientation] = 6
+    for upright, on_white in itertools.product((False, True), repeat=2):
+        data = Given(dataset="list", exif_orientation=upright, transparent="white" if on_white else "drop")
+        pixels = open_given([(clear, 0), (clear, 1)], data)["all"].read(0)
+        assert pixels.shape == ((2, 1, 3) if upright else (1, 2, 3))
+        assert pixels.max() == (255 if on_white else 0)
 
 
 def test_a_first_image_that_is_damaged_is_one_like_others() -> None:
