@@ -48,7 +48,7 @@ class Network(nn.Module):
         return [0 for _ in self.units()]
 
     taught = False
-    """Whether a teacher has a part in the loss: a network may then give, in training, logits (B, 2, K), of which the
+    """Whether a teacher has a part in the loss: a network may then give, with gradients, logits (B, 2, K), of which the
     first are compared with the labels and the second with the teacher."""
     batch_dim = 0
     """The dimension of features that holds the images."""

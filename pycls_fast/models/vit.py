@@ -297,8 +297,8 @@ class VisionTransformer(Network):
         One bias serves both. After training only the mean matters, which is that of DeiT's two heads; and the network
         has one last layer with one input, which other code asks for.
         """
-        # `self.head`, not `self`: in a pipeline stage only the modules are set to evaluation mode.
-        if not (self.taught and self.head.training):
+        # Modules do not know: a frozen head is in evaluation mode, and the network of a pipeline's stages never.
+        if not (self.taught and torch.is_grad_enabled()):
             return self.head(features_B2D.flatten(1) / 2)
         own = torch.eye(2, dtype=features_B2D.dtype, device=features_B2D.device)[:, :, None]
         return self.head((features_B2D[:, None] * own).flatten(2))

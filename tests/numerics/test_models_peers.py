@@ -20,6 +20,7 @@ from pycls_fast.models import pretrained
 from pycls_fast.models.pretrained.names import read_names
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
+from pycls_fast.optim.groups import freeze
 from tests.factories import Convert, assert_same_bits, in_our_names, randomise
 
 
@@ -86,7 +87,11 @@ def test_the_mean_and_the_taught_outputs_of_deit() -> None:
     for logits in (found, expected):
         (logits * cotangent).sum().backward()
     assert_same_gradients(ours, theirs, in_our_names)
-    torch.testing.assert_close(ours.eval()(batch), expected.mean(dim=1))
+    # A head that is frozen, too.
+    freeze(ours, ["blocks"])
+    torch.testing.assert_close(ours.train()(batch), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(batch), expected.mean(dim=1))
 
 
 GAP = {"classifier": "pooled", "classifier_norm": "before_pool"}
