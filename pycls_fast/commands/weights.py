@@ -201,7 +201,8 @@ class CalibrateVerb(Verb, words=("weights",), config_of_weights=True, purpose=Pu
     """Make probabilities say how often they are right: `pycls-fast calibrate RUN output=FILE.safetensors`.
 
     Divides the last layer by one temperature, fitted to validation images (Guo et al., 2017), so that predictions and
-    exports of the file are calibrated. The predicted classes stay as they are.
+    exports of the file are calibrated. The predicted classes stay as they are. A temperature that raises the loss of
+    other images is not used: of few images it says little.
     """
 
     output: Text = "calibrated.safetensors"

@@ -26,6 +26,7 @@ from pycls_fast.inference.export import export
 from pycls_fast.parallel.world import ALONE
 from pycls_fast.train.distill import Distillation, build_distillation
 from pycls_fast.train.saved_weights import open_weights, write_weights
+from pycls_fast.train.tasks import combine
 from pycls_fast.train.tasks.combine import best_temperature, calibrate, greedy, likelihood_loss, soup
 from pycls_fast.train.tasks.score import score
 from tests.factories import load_run_config
@@ -64,7 +65,11 @@ def test_scores_without_a_best_temperature_are_refused(scores_NK: torch.Tensor) 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
 def test_the_written_weights_are_calibrated(
-    loss: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loss: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = pycls_fast.train_net("vit_digits", [*words, f"loss={loss}"], optim__lr=0.002, run_dir=tmp_path / "run")
     config, file = load_run_config(run.run_dir, [f"weights={run.run_dir}"]), tmp_path / "calibrated.safetensors"
@@ -84,6 +89,11 @@ def test_the_written_weights_are_calibrated(
     program = torch.export.load(tmp_path / "m.pt2").module()
     exported_BK = program(torch.from_numpy(images[:2]).permute(0, 3, 1, 2).contiguous())
     torch.testing.assert_close(exported_BK, logits_NK[:2] / hot, rtol=1e-3, atol=1e-3)
+    # What does harm to the other images is not used.
+    monkeypatch.setattr(combine, "best_temperature", lambda *scores: 50.0)
+    assert calibrate(config, str(file), split="val", overwrite=True) == 0
+    assert "1, nothing changed: 50.0000, fitted to" in capsys.readouterr().out
+    torch.testing.assert_close(pycls_fast.load(file, device="cpu").logits(list(images)), logits_NK)
 
 
 def test_the_greedy_soup_keeps_what_does_not_harm() -> None:

@@ -54,7 +54,8 @@ def best_temperature(scores_NK: Tensor, targets: Tensor) -> float:
 
 
 def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) -> int:
-    """Write `config.weights` with the last layer divided by the temperature that suits every second image of a split.
+    """Write `config.weights` with the last layer divided by the temperature that suits every second image of a split,
+    if the loss of the other images is lower with it.
 
     Whatever reads the file then gives calibrated probabilities, and the same classes. The errors before and after are
     of the other images. A `UserError` if the scores are not those of the last layer.
@@ -80,16 +81,17 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
             return scores_NK, targets, calibration_error(found.predictions.of(slice(1, None, 2)))
 
         scores_NK, targets, before = scores()
-        temperature = best_temperature(scores_NK[::2], targets[::2])
+        fitted = best_temperature(scores_NK[::2], targets[::2])
+        loss, with_it = (likelihood_loss(scores_NK[1::2], targets[1::2], divisor) for divisor in (1.0, fitted))
+        # One that was fitted to few images, or where none is needed, rather harms.
+        helps = with_it < loss
+        temperature, expected = (fitted, with_it) if helps else (1.0, loss)
         with torch.no_grad():
             for parameter in last.parameters():
                 parameter.div_(temperature)
         # Scored again, so that what is printed holds for the weights that are written.
         scaled_NK, _, after = scores()
-        loss, expected, found = (
-            likelihood_loss(each_NK[1::2], targets[1::2], divisor)
-            for each_NK, divisor in ((scores_NK, 1.0), (scores_NK, temperature), (scaled_NK, 1.0))
-        )
+        found = likelihood_loss(scaled_NK[1::2], targets[1::2], 1.0)
         if not math.isclose(found, expected, rel_tol=0.01, abs_tol=1e-4):
             raise UserError(
                 f"model: does something to the scores of its last layer, {network.head_name}, so that dividing its "
@@ -100,8 +102,10 @@ def calibrate(config: RunConfig, output: str, *, split: str, overwrite: bool) ->
             for name, _ in last.named_parameters():
                 tensors[f"{network.head_name}.{name}"] /= temperature
             write_weights(path, weights, tensors)
+            that = f"{fitted:.4f}, fitted to {len(scores_NK[::2]):,} images"
+            kept = f"1, nothing changed: {that}, would raise the loss of the others to {with_it:.4f}"
             facts = [
-                ("temperature", f"{temperature:.4f}, fitted to {len(scores_NK[::2]):,} images"),
+                ("temperature", that if helps else kept),
                 ("calibration error", f"{before:.4f}, then {after:.4f}, of {len(scores_NK[1::2]):,} others"),
                 ("loss", f"{loss:.4f}, then {found:.4f}, of the same"),
                 ("weights", str(path)),
