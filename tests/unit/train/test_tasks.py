@@ -139,9 +139,16 @@ def test_finds_the_steepest_place_and_the_divergence() -> None:
     assert verdict.suggested is None
     assert verdict.diverges is not None
     assert interpret(RATES[:1], [math.inf]).suggested is None
-    scatter = np.random.default_rng(0).normal(1.0, 0.1, len(RATES))
-    assert interpret(RATES, list(scatter)) == LrRange(None, None, None)
-    assert interpret(RATES, [*scatter[:-1], math.nan]) == LrRange(None, None, RATES[-1])
+
+
+def test_scatter_alone_suggests_nothing() -> None:
+    noise_RS = np.random.default_rng(0).normal(1.0, 0.1, (200, len(RATES)))
+    # Falls by three times the scatter, as little as after a head that was fitted.
+    falls_S = 0.3 / (1 + (1e-3 / np.array(RATES)) ** 2)
+    alone, falling = ([interpret(RATES, list(each)) for each in losses] for losses in (noise_RS, noise_RS - falls_S))
+    assert sum(each == LrRange(None, None, None) for each in alone) > 190
+    assert sum(each.suggested is not None for each in falling) > 195
+    assert interpret(RATES, [*noise_RS[0, :-1], math.nan]) == LrRange(None, None, RATES[-1])
 
 
 def test_the_last_losses_do_not_flatten_the_picture_of_the_others(
