@@ -413,7 +413,8 @@ def timm_step(options: argparse.Namespace) -> dict[str, Any]:
     peak = MatmulPeak(torch.bfloat16, world, 64 if options.small else None)
     memory, size = DeviceMemory(device), options.image_size
     torch.manual_seed(0)
-    counted = complexity(model, image_size=size)
+    with torch.device("meta"):
+        counted = complexity(model(), image_size=size)
     with memory.during("train"):
         network = model().train().to(device)
         images_BCHW = torch.randn(options.batch, 3, size, size, device=device)

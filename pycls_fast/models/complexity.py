@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,18 +27,14 @@ class Complexity:
     """Those of each module with everything inside it, by its name."""
 
 
-def complexity(model: nn.Module | Callable[[], nn.Module], *, image_size: int | tuple[int, int]) -> Complexity:
+def complexity(model: nn.Module, *, image_size: int | tuple[int, int]) -> Complexity:
     """Count on the meta device: nothing is computed, no memory is allocated, no random number is drawn.
 
     Args:
-        model: a model before it is wrapped (sharded, compiled), or a function that makes one. The model itself is not
-            changed, whatever its device and mode; evaluation mode is counted.
+        model: a model before it is wrapped (sharded, compiled). It is not changed, whatever its device and mode;
+            evaluation mode is counted.
     """
-    if isinstance(model, nn.Module):
-        meta_model = meta_copy(model)
-    else:
-        with torch.device("meta"):
-            meta_model = model()
+    meta_model = meta_copy(model)
     # Otherwise the counter would wait for the gradients of parameters that modules pass on as arguments.
     meta_model.eval().requires_grad_(False)
     dtype = next(meta_model.parameters()).dtype
