@@ -26,7 +26,7 @@ from pycls_fast.errors import FAULT, UserError, first_line
 from pycls_fast.parallel.monitor import Monitor, report_seconds
 from pycls_fast.parallel.rendezvous import connect, open_store, report_mistake
 from pycls_fast.parallel.world import World
-from pycls_fast.strategies import Parallel, Strategy
+from pycls_fast.strategies import Parallel
 
 # Dimensions of a mesh that stay even if they have one rank.
 _ALWAYS = ("replicate", "shard")
@@ -64,7 +64,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
                 torch.cuda.set_device(chosen)
             # ddp with one rank runs too, on the same code path, without torchrun.
             if size > 1 or facts.has_mesh:
-                backends = _backends(settings.backend, chosen, facts)
+                backends = _backends(settings, chosen)
                 # The monitor knows where the ranks are and so reports first.
                 timeout = timedelta(seconds=settings.timeout_seconds + report_seconds(settings.timeout_seconds))
                 world = divide(_join(group, world, backends, settings.timeout_seconds, timeout), settings)
@@ -167,13 +167,18 @@ def _monitor(world: World, timeout_seconds: int) -> Monitor:
     return Monitor(connected, world.rank, world.size, timeout_seconds=timeout_seconds)
 
 
-def _backends(backend: str, device: torch.device, facts: Strategy) -> str:
+def _backends(settings: Parallel, device: torch.device) -> str:
+    backend: str = settings.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl":
         need_cuda(device, "parallel.backend: nccl", "parallel.backend=gloo")
+    if settings.facts.replicates and settings.pipeline_degree == 1:
+        # DDP takes the futures of its exchanges. Those of torch's new NCCL back end (2.15) make the backward pass wait
+        # for each exchange, those of the old one only its end.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" and facts.has_mesh else backend
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and settings.facts.has_mesh else backend
 
 
 def _note_lone_tasks() -> None:

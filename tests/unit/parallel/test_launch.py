@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import subprocess
@@ -91,25 +92,36 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"), [("gloo", "(gloo, bound to None)"), ("auto", "(cpu:gloo,cuda:nccl, bound to cuda:0)")]
+    ("name", "backend", "said"),
+    [
+        ("hsdp", "gloo", "(gloo, bound to None, NCCL2: None)"),
+        ("hsdp", "auto", "(cpu:gloo,cuda:nccl, bound to cuda:0, NCCL2: None)"),
+        # Its exchanges have to run beside the backward pass.
+        ("ddp", "auto", "(nccl, bound to cuda:0, NCCL2: 0)"),
+    ],
 )
 def test_only_nccl_is_bound_to_its_device(
     variables: Variables,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    name: Literal["ddp", "hsdp"],
     backend: Literal["gloo", "auto"],
     said: str,
 ) -> None:
     """With a device, torch splits groups, which gloo cannot."""
 
     def join(backends: str, *, device_id: torch.device | None, **more: Any) -> None:
-        raise RuntimeError(f"{backends}, bound to {device_id}")
+        raise RuntimeError(f"{backends}, bound to {device_id}, NCCL2: {os.environ.get('TORCH_DIST_USE_NCCL2')}")
 
-    variables()
+    variables(RANK=0, WORLD_SIZE=2)
+    # Removed again after the test.
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    monkeypatch.setattr("pycls_fast.parallel.launch.open_store", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr("pycls_fast.parallel.launch.choose_device", lambda name, rank: torch.device("cuda", rank))
-    with pytest.raises(SystemExit, match="1"), start_world("cuda", Parallel(name="hsdp", backend=backend)):
+    with pytest.raises(SystemExit, match="1"), start_world("cuda", Parallel(name=name, backend=backend)):
         pass
     assert said in capsys.readouterr().err
 
