@@ -110,7 +110,8 @@ def replicate(network: Network, world: World, settings: StrategySettings) -> Par
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
         # Else torch fills buckets in another order from the second step of a process on, and with three ranks or more
-        # the order decides how a sum is rounded: a run that resumes would not be the same to the bit.
+        # the order decides how a sum is rounded: a run that resumes would not be the same to the bit. There is no other
+        # way (`static_graph` reorders them, too), and torch's C++ then prints on each rank that it searched in vain.
         find_unused_parameters=network.skips_parameters
         or (world.size > 2 and torch.are_deterministic_algorithms_enabled()),
         # By default torch also has a small first bucket, which is sent sooner.
