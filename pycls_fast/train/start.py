@@ -88,6 +88,7 @@ def print_table(run: Run) -> None:
         "validation images": f"{len(val):,}",
         "preprocessing": build.preprocessing(config),
         "training": _training(run),
+        "optimizer": _optimizer(config),
         "steps": _steps(run),
         "time": _time(run),
         "memory": _memory(run),
@@ -119,6 +120,18 @@ def _training(run: Run) -> str:
         names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
         what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
     return f"first a new head, fitted to the images' features, then {what}" if run.fits_head else what
+
+
+def _optimizer(config: RunConfig) -> str:
+    """What a recipe does to the rate and the weights that other training programs would not."""
+    optim, batch = config.optim, config.data.global_batch_size
+    said = f"{optim.name}, rate {optim.scaled(batch).lr:.3g}"
+    if optim.lr_batch_size not in (None, batch):
+        said += f" (optim.lr={optim.lr:g} is for {optim.lr_batch_size} images)"
+    if optim.layer_decay not in (None, 1.0):
+        said += f", {optim.layer_decay:g} of it in each layer below"
+    said += f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
+    return said if optim.ema_decay is None else f"{said}, moving average {optim.ema_decay:g}"
 
 
 def _steps(run: Run) -> str:

@@ -247,6 +247,22 @@ def test_the_table_has_the_name_of_the_model(overrides: list[str], called: str) 
     assert config_of(*overrides).model.called == called
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["optim.lr=0.1", "optim.lr_batch_size=null", "optim.weight_decay=0"], "rate 0.1"),
+        (["optim.lr=1e-3", "optim.lr_batch_size=1024", "data.global_batch_size=64"],
+         "rate 6.25e-05 (optim.lr=0.001 is for 1024 images), weight decay"),
+        (["optim.layer_decay=0.75", "optim.ema_decay=0.99"],
+         ", 0.75 of it in each layer below, weight decay 0.05, moving average 0.99"),
+    ],
+)  # fmt: skip
+def test_the_table_has_what_becomes_of_the_rate(overrides: list[str], told: str) -> None:
+    said = start._optimizer(config_of("optim=adamw", "optim.weight_decay=0.05", *overrides))
+    assert said.startswith("adamw, rate ")
+    assert told in said
+
+
 # A change of each.
 MUST_STAY = (
     "seed=5", "model.heads=2", "data.global_batch_size=32", "data.image_size=8", "data.shuffle_buffer=8",
