@@ -119,7 +119,7 @@ def _check(config: RunConfig, network: Network, classes: int) -> None:
             f"model.kind: {name} needs a linear layer that gives its {classes} logits: the last one, or the one that "
             "its head_name names"
         )
-    has_none = f"works on repeated blocks, and {name} has none; use"
+    has_none = f"works on repeated blocks, and {name} has none (Network.units); use"
     recompute, decay = by_hand.get("recompute", "off"), config.optim.layer_decay
     if recompute != "off" and not network.units():
         wrong.append(f"speed.recompute: {recompute} {has_none} speed.recompute=off")
