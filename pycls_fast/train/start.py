@@ -85,7 +85,7 @@ def print_table(run: Run) -> None:
         "model": f"{config.model.called}, {human(run.complexity.parameters)} parameters, {flops} per image",
         "weights": config.weights or "random",
         "training images": f"{len(train):,} in {_classes(train)}",
-        "validation images": f"{len(val):,}",
+        "validation images": _validation(val),
         "preprocessing": build.preprocessing(config),
         "training": _training(run),
         "optimizer": _optimizer(config),
@@ -109,6 +109,11 @@ def _classes(train: Images) -> str:
         return f"{len(counts):,} classes, {counts.min():,} of each"
     most, fewest = (f"{one_line(train.classes[k])} ({counts[k]:,})" for k in (counts.argmax(), counts.argmin()))
     return f"{len(counts):,} classes, most of {most}, fewest of {fewest}"
+
+
+def _validation(val: Images) -> str:
+    """How many images there are, and where from: without others, those of a test split choose the best checkpoint."""
+    return f"{len(val):,}, " + ("drawn at random" if val.drawn else f"from {one_line(val.name(0), 80)} on")
 
 
 def _training(run: Run) -> str:
