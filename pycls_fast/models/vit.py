@@ -177,7 +177,7 @@ class VisionTransformer(Network):
             self.norm = nn.LayerNorm(width, eps=norm_eps)
             self.pooling: MapPooling | None = None
             if classifier == "map":
-                self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps, kernel=compute.attention)
+                self.pooling = MapPooling(width, heads, mlp_width, norm_eps=norm_eps)
             self.pre_logits = nn.Linear(width, pre_logits) if pre_logits else None
             self.head = nn.Linear((pre_logits or width) * (1 + distillation_token), num_classes)
         self.to_empty(device=device)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pycls_fast.models.layers import (
     Attention,
     ClassToken,
-    Compute,
     LearnedPositions,
     Mlp,
     lecun_normal_,
@@ -103,13 +102,15 @@ class MapPooling(nn.Module):
     """Multi-head attention pooling: one learned query attends to all tokens, followed by an MLP on a residual branch.
 
     The head of Zhai et al., Scaling Vision Transformers, 2022, arXiv 2106.04560, section 3.2 (`MAPHead` of
-    big_vision), from Lee et al., Set Transformer, 2019. `kernel` is the attention's; the rest is torch's.
+    big_vision), from Lee et al., Set Transformer, 2019.
     """
 
-    def __init__(self, width: int, heads: int, mlp_width: int, *, norm_eps: float, kernel: str) -> None:
+    def __init__(self, width: int, heads: int, mlp_width: int, *, norm_eps: float) -> None:
         super().__init__()
         self.probe = nn.Parameter(torch.empty(width))
-        self.attention = Attention(width, heads, Compute(attention=kernel))
+        # By the reference kernel: one query has few scores, and cuDNN's fused attention, torch's choice on Hopper, may
+        # give NaN as the gradients of its keys (9.25 and 9.26, github.com/NVIDIA/cudnn-frontend/issues/1072).
+        self.attention = Attention(width, heads)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = Mlp(width, mlp_width)
 

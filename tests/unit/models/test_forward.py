@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pycls_fast.data.batch import Batch
@@ -62,6 +63,20 @@ def test_units_are_named_and_in_forward_order(name: str) -> None:
         unit.register_forward_hook(lambda module, *_: ran.append(module))
     model.eval()(draw_images(1, dtype=torch.float32))
     assert [id(module) for module in ran] == [id(unit) for _, unit in units]
+
+
+def test_fused_attention_never_gets_a_single_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of its keys may be NaN on Hopper (see `MapPooling`)."""
+    asked, fused = [], F.scaled_dot_product_attention
+
+    def ask(queries_BHNE: Tensor, *others: Tensor) -> Tensor:
+        asked.append(queries_BHNE.shape[2])
+        return fused(queries_BHNE, *others)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", ask)
+    MODELS["vit-map"]()(draw_images(1, dtype=torch.float32))
+    assert len(asked) == 3
+    assert min(asked) > 1
 
 
 def test_head_name_is_the_last_layer(name: str) -> None:
