@@ -176,8 +176,8 @@ def command(row: Row, batch: int, file: Path, options: argparse.Namespace) -> li
     if row.kind == "tests":
         # A CPU has the cases of two ranks, of which one says that they run.
         what = ["cuda"] if options.device == "cuda" else ["not cuda", "-k", "ddp-bf16_params-off"]
-        # Both files at once: most of their time is compiling.
-        return [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", *what, *row.settings]
+        # All three files at once: most of their time is compiling.
+        return [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "-m", *what, *row.settings]
     if row.kind != "ours":
         network = {"model": subject.timm, "image_size": 224, "patch_size": subject.patch_size}
         if options.small:
