@@ -135,7 +135,9 @@ def refusing(what: str, *kinds: type[Exception], use: str = "") -> Iterator[None
         raise UserError(f"{what} ({reason}){f'; {use}' if use else ''}") from error
 
 
-_USUAL_WORDS = {"gpu": "cuda", "ce": "cross_entropy", "float32": "fp32"}
+_USUAL_WORDS = {
+    "gpu": "cuda", "ce": "cross_entropy", "float32": "fp32", "16-mixed": "amp_fp16", "bf16-mixed": "amp_bf16",
+}  # fmt: skip
 
 
 def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -150,11 +150,23 @@ def check(composed: Composed, purpose: Purpose, options: type[Section] = Section
         if key_of(override) == "config_name"
     )
     import_modules(module_names(composed.values))
-    values = {key: value for key, value in composed.values.items() if key not in options.model_fields}
+    values = {key: _fitting(composed, key) for key in composed.values if key not in options.model_fields}
     values["config_name"] = composed.config_name
     config = validate(RunConfig, values, composed.where, {**ALIASES, **options.model_fields})
     refuse(f"{key}: {message} ({composed.where(key)})" for key, message in problems(config, purpose))
     return config
+
+
+def _fitting(composed: Composed, group: str) -> Any:
+    """The values of a group; if its choice was typed, without those that an experiment's files have for others only."""
+    values, typed = composed.values[group], typed_values(composed.overrides)
+    chosen = any(override.startswith(f"{group}=") for override in composed.overrides)
+    if group not in FAMILIES or not chosen or not isinstance(values, dict):
+        return values
+    choices = FAMILIES[group].choices()
+    own = choices.get(str(values.get(FAMILIES[group].tag)), Section).model_fields
+    of_others = {key for each in choices.values() for key in each.model_fields if own and key not in own}
+    return {key: value for key, value in values.items() if key not in of_others or f"{group}.{key}" in typed}
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -372,7 +384,10 @@ def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
     files = {shown_path(file) for file in map(composed.file, names) if file is not None}
     for group in ("optim", "augment"):
         chosen = [override for override in composed.overrides if override.startswith(f"{group}=")]
-        kept = [key for key in composed.values.get(group, ()) if chosen and composed.where(f"{group}.{key}") in files]
+        read = getattr(config, group).model_fields_set if chosen else ()
+        kept = [
+            key for key in composed.values.get(group, ()) if key in read and composed.where(f"{group}.{key}") in files
+        ]
         if kept:
             yield (
                 f"{chosen[-1]}: {', '.join(kept)}: the experiment's own, which win; change them with {group}.KEY=VALUE"

@@ -124,7 +124,8 @@ def _training(run: Run) -> str:
         rank = config.optim.lora_rank
         names = ", ".join([*config.optim.trainable, *([] if rank is None else [f"the rest with LoRA of rank {rank}"])])
         what = f"{names}: {human(sum(trained))} parameters in {len(trained)} tensors"
-    return f"first a new head, fitted to the images' features, then {what}" if run.fits_head else what
+    what = f"first a new head, fitted to the images' features, then {what}" if run.fits_head else what
+    return what if config.distill.teacher is None else f"{what}, also taught by {config.distill.teacher}"
 
 
 def _optimizer(config: RunConfig) -> str:

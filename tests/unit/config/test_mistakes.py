@@ -39,6 +39,7 @@ ONE_MISTAKE = [
     ("model.shortcut=pool", f"model.shortcut: unknown key for model=vit; it belongs to model=resnet {HERE}"),
     # Files and choices that do not exist.
     ("model=vit_s17", "model=vit_s17: no such option; did you mean vit_s16?"),
+    ("precision=bf16-mixed", "precision=bf16-mixed: no such option; did you mean amp_bf16?"),
     ("optim=null", "optim=null: no such option; there is ..."),
     ("runtime.device=gpu", f'runtime.device: must be one of auto, cpu, cuda; got "gpu"; did you mean cuda? {HERE}'),
     ("model.kind=vitt", 'model.kind: must be one of vit, resnet, timm, given; got "vitt"; did you mean vit? ...'),
@@ -143,6 +144,25 @@ def test_typed_keys_that_nothing_reads_are_noted(overrides: list[str], noted: bo
     composed = compose("vit_digits", overrides, [CONFIGS])
     found = list(notes(check(composed, Purpose()), composed))
     assert [" has no effect with " in line for line in found] == [True] * noted
+
+
+@pytest.mark.parametrize(
+    ("experiment", "override", "mine"),
+    [
+        ("resnet50", "model=convnext_tiny", "model.zero_init_last_gamma=true"),
+        ("vit_h16", "model=resnet18", "model.classifier=pooled"),
+        ("rsb_a1", "optim=sgd", "optim.eps=1e-3"),
+        ("rsb_a1", "loss=cross_entropy", "loss.bce_threshold=0.1"),
+    ],
+)
+def test_another_choice_needs_no_keys_that_only_the_experiments_own_has(
+    experiment: str, override: str, mine: str
+) -> None:
+    config = load_config(experiment, [override], needs_data=False)
+    group, key = mine.partition("=")[0].split(".")
+    assert not hasattr(getattr(config, group), key)
+    with pytest.raises(UserError, match=f"^{group}.{key}: unknown key for {group}="):
+        load_config(experiment, [override, mine], needs_data=False)
 
 
 def test_usual_names_stand_for_keys_that_exist() -> None:
