@@ -177,6 +177,9 @@ def _backends(settings: Parallel, device: torch.device) -> str:
         # DDP takes the futures of its exchanges. Those of torch's new NCCL back end (2.15) make the backward pass wait
         # for each exchange, those of the old one only its end.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+        # When one of its exchanges fails, it asks all ranks through the launch's store to dump their state and end. The
+        # ranks of the next attempt would still read that there.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     # Offloaded shards (speed.param_offload) are reduced on the host, by gloo.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" and settings.facts.has_mesh else backend
 

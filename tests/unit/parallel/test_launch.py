@@ -94,10 +94,10 @@ def test_no_run_starts_after_one_that_lost_its_ranks(
 @pytest.mark.parametrize(
     ("name", "backend", "said"),
     [
-        ("hsdp", "gloo", "(gloo, bound to None, NCCL2: None)"),
-        ("hsdp", "auto", "(cpu:gloo,cuda:nccl, bound to cuda:0, NCCL2: None)"),
+        ("hsdp", "gloo", "(gloo, bound to None, [None, None])"),
+        ("hsdp", "auto", "(cpu:gloo,cuda:nccl, bound to cuda:0, [None, None])"),
         # Its exchanges have to run beside the backward pass.
-        ("ddp", "auto", "(nccl, bound to cuda:0, NCCL2: 0)"),
+        ("ddp", "auto", "(nccl, bound to cuda:0, ['0', '0'])"),
     ],
 )
 def test_only_nccl_is_bound_to_its_device(
@@ -111,12 +111,14 @@ def test_only_nccl_is_bound_to_its_device(
     """With a device, torch splits groups, which gloo cannot."""
 
     def join(backends: str, *, device_id: torch.device | None, **more: Any) -> None:
-        raise RuntimeError(f"{backends}, bound to {device_id}, NCCL2: {os.environ.get('TORCH_DIST_USE_NCCL2')}")
+        raise RuntimeError(f"{backends}, bound to {device_id}, {[os.environ.get(name) for name in own]}")
 
     variables(RANK=0, WORLD_SIZE=2)
-    # Removed again after the test.
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "")
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    own = ("TORCH_DIST_USE_NCCL2", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for each in own:
+        # Removed again after the test.
+        monkeypatch.setenv(each, "")
+        monkeypatch.delenv(each)
     monkeypatch.setattr("pycls_fast.parallel.launch.open_store", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", join)
