@@ -35,6 +35,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @contextmanager
 def world(config: RunConfig) -> Iterator[World]:
     """The ranks of the run, joined inside the context; each has imported the user's own modules."""
+    if config.runtime.deterministic:
+        # Sums of NVSwitch (NVLS) may differ from run to run. torch's old NCCL back end avoids them too, but only if its
+        # deterministic mode is on before ranks connect.
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")
     with start_world(config.runtime.device, config.parallel) as ranks:
         import_modules(config.imports)
         yield ranks

@@ -60,6 +60,17 @@ def test_torch_does_not_report_a_cuda_home_without_cuda(monkeypatch: pytest.Monk
     assert [record.getMessage() for record in told] == ["another"]
 
 
+def test_deterministic_ranks_do_not_add_up_in_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reads the variable when ranks connect."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.delenv("NCCL_ALGO")
+    found = []
+    for asked in (False, True):
+        with build.world(config_of(f"runtime.deterministic={asked}", "parallel=single")):
+            found.append(os.environ.get("NCCL_ALGO"))
+    assert found == [None, "^NVLS"]
+
+
 OFFLOADS, RANK = ["speed.param_offload=cpu"], {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}
 
 
