@@ -38,7 +38,6 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CLASSES = 1000
 LR = 1e-4
 WARMUP = 2
-CLOCKS = {"wall": "Wall time", "process": "CPU time of the process"}
 
 Step = Callable[[], None]
 
@@ -186,9 +185,8 @@ def table(name: str, everyone: Sequence[Contender], tried: Mapping[str, float], 
             *(str(each.over(other)) for other in others),
         ]
         lines.append(f"| {each.name} | {' | '.join(cells)} |")
-    lines += ["", "Settings of the plain loop that were tried, with their medians in the selection rounds:", ""]
-    lines += ["| setting | ms |", "|---|---|"]
-    lines += [f"| {peer} | {1e3 * seconds:.0f} |" for peer, seconds in tried.items()]
+    fastest = "; ".join(f"{peer}: {1e3 * seconds:.0f} ms" for peer, seconds in list(tried.items())[:3])
+    lines += ["", f"The plain loop's fastest settings (all: cpu_step.json): {fastest}."]
     return "\n".join([*lines, ""])
 
 
@@ -199,15 +197,14 @@ def heading(options: argparse.Namespace) -> str:
         "",
         *provenance_lines(torch.device("cpu")),
         "",
-        f"{'CPU' if options.clock == 'process' else 'Wall'} time of a step, {options.rounds} rounds in turns in one "
-        "process. A cell is the geometric mean of the ratios within a round and its 95% interval; above 1 is faster.",
+        f"{'CPU' if options.clock == 'process' else 'Wall'} time of a step, in turns in one process. Ratios: "
+        "geometric means over the rounds (95% intervals); above 1 is faster.",
         "",
         "- A step is the forward pass, the loss, the backward pass and fused AdamW. This package's also normalises "
         "uint8 images, follows a schedule and computes the gradient norm.",
-        "- `speed=reference` is measured in float32. Precision is a separate choice: `amp_bf16` corresponds to the "
-        "plain loop's autocast; `bf16_params` has float32 master weights and computes in bfloat16. The plain loop's "
-        "`bfloat16` has neither float32 weights nor float32 optimizer state.",
-        "- Process-wide settings (`speed.allocator`) speed up the plain loop as well.",
+        "- `amp_bf16` corresponds to the plain loop's autocast. `bf16_params` computes in bfloat16 with float32 "
+        "masters, which the plain loop's `bfloat16` has not.",
+        "- `speed.allocator` speeds up the whole process, so the plain loop, too.",
         "",
     ])  # fmt: skip
 
@@ -233,11 +230,11 @@ def main() -> None:
         everyone, tried = measure(name, options, clock)
         text.append(table(name, everyone, tried, options.batch))
         print(text[-1], flush=True)
-        records[name] = {each.name: each.seconds for each in everyone}
+        records[name] = {"seconds": {each.name: each.seconds for each in everyone}, "tried": tried}
         gc.collect()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "cpu_step.md").write_text("\n".join(text), encoding="utf-8")
-    whole = {"environment": environment(torch.device("cpu"), 1), "seconds": records}
+    whole = {"environment": environment(torch.device("cpu"), 1), "models": records}
     (options.out / "cpu_step.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 

@@ -230,9 +230,8 @@ def raw_share(rates: list[float], memory: float) -> str:
     """Throughput of raw images against that of memory."""
     written = spread(rates).p50 * SIZE * SIZE * 3
     return (
-        f"\nPacked raw against memory: copying the same images runs at {memory / 1e9:.1f} GB/s on this core. The "
-        f"pipeline writes {written / 1e9:.2f} GB/s of crops, {written / memory:.1%} of it; what "
-        "remains is the resize.\n"
+        f"\nPacked raw writes {written / 1e9:.2f} GB/s of crops, {written / memory:.1%} of the rate at which this core "
+        f"copies the images ({memory / 1e9:.1f} GB/s); what remains is the resize.\n"
     )
 
 
@@ -245,9 +244,7 @@ def heading(options: argparse.Namespace, files: Images) -> str:
         "",
         *provenance_lines(torch.device("cpu")),
         f"- Images: {len(files)} JPEGs of {sum(sizes) / len(sizes) / 1000:.0f} kB on average; batches of {BATCH}; "
-        f"{workers}, {options.rounds} rounds in turns after one; the ratios are within rounds",
-        f"- Times: {'CPU time' if options.clock == 'process' else 'wall'}",
-        "- DALI: " + ("measured" if dali_arms(options) else "not installed, not run"),
+        f"{workers}, {options.rounds} rounds in turns after one, {options.clock} time",
         "",
     ])  # fmt: skip
 
