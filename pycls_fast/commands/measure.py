@@ -179,7 +179,7 @@ class LedgerVerb(
 
         pycls-fast ledger --config-name vit_digits switches=[precision.amp_bf16,speed.ema=loop] margin=2
         pycls-fast ledger --config-name vit_digits ladder=modern margin=2 dry_run=true
-        pycls-fast ledger --config-name vit_s16 ladder=cpu data=synthetic runs_at_most=0
+        pycls-fast ledger --config-name vit_s16 ladder=cpu data=synthetic batch_size=16 runs_at_most=0
         pycls-fast ledger report LEDGER.json [output=FOLDER]
         pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
         pycls-fast ledger gradients --config-name EXPERIMENT
