@@ -33,7 +33,9 @@ def ours(weights: Path, name: str, images: list[Path], folder: Path) -> list[tup
     command = [sys.executable, str(ROOT / "tools/test_net.py"), "--config-name", "finetune", f"weights={weights}",
                f"model={name}", "data.source=manifest", "data.root=images.csv", "split=all", "precision=fp32",
                "predictions=seen.csv"]  # fmt: skip
-    subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    # Scores against those labels would mislead.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     with (folder / "seen.csv").open() as lines:
         rows = {row["image"]: row for row in csv.DictReader(lines)}
     return [(int(rows[str(file)]["predicted"]), float(rows[str(file)]["probability"])) for file in images]
