@@ -298,12 +298,18 @@ def _labels(dataset: Any) -> np.ndarray:
         where = f"data: the {type(dataset).__name__} is read in one order only"
         with refusing(where, TypeError, use="give one with __len__ and __getitem__"):
             count = len(dataset)
-        labels = np.array([np.asarray(_part(dataset[index], 1)) for index in range(count)])
+        labels = np.array([_label(dataset, index) for index in range(count)])
     if labels.ndim == 1 and labels.dtype.kind in "bf":
         # Whole numbers in another format.
         whole = labels.astype(np.int64)
         labels = whole if np.array_equal(whole, labels) else labels
     return labels
+
+
+def _label(dataset: Any, index: int) -> np.ndarray:
+    what = f"data: image {index} of the {type(dataset).__name__} cannot be read, and with it its label"
+    with refusing(what, use="with an attribute `targets`, the labels of all, it would be left out"):
+        return np.asarray(_part(dataset[index], 1))
 
 
 def open_given(datasets: Any, data: Source) -> dict[str, Images]:

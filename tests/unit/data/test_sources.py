@@ -15,7 +15,7 @@ import pytest
 import torch
 import webdataset
 from PIL import ExifTags, Image
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pycls_fast.data.choices import Augment, Given
 from pycls_fast.data.dataset import ImageDataset
@@ -192,6 +192,23 @@ def test_a_dataset_of_dictionaries() -> None:
         DatasetImages([{"x": 0, "label": 1}])
     with pytest.raises(UserError, match=r"list_iterator is read in one order only \(.*; give one with __len__"):
         DatasetImages(iter(items))
+
+
+def test_a_dataset_without_targets_names_an_image_that_it_cannot_read() -> None:
+    class Opened(Dataset[tuple[Image.Image, int]]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            return Image.open(io.BytesIO((CONTENT["train"][0].data, b"")[index])), index
+
+    with pytest.raises(
+        UserError, match=r"^data: image 1 of the Opened .* label \(cannot identify .*\); with .*`targets`"
+    ):
+        DatasetImages(Opened())
+    dataset: Any = Opened()
+    dataset.targets = [0, 1]
+    assert len(DatasetImages(dataset)) == 2
 
 
 def test_pillow_images_of_a_dataset_are_converted_like_files() -> None:
