@@ -52,7 +52,9 @@ def num_classes(config: RunConfig, source: Images) -> int:
     """Number of the model's outputs: as configured (not fewer than the classes), else the classes of the data."""
     found, chosen = len(source.classes), config.model.num_classes
     if chosen is None and found < 2:
-        raise UserError(f"data.root: only one class ({', '.join(source.classes)}); at least 2 folders are needed")
+        column = "; of zeros and ones, data.label_separator=null data.label_column=NAME makes two"
+        use = "" if source.label_sets is None else column
+        raise UserError(f"data.root: only one class ({', '.join(source.classes)}); at least 2 are needed{use}")
     if chosen is not None and chosen < found:
         raise UserError(f"model.num_classes: {chosen} outputs for {found} classes; use model.num_classes=null")
     return chosen or found

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +52,12 @@ class TestModel:
         assert build.num_classes(config_of("model.num_classes=9"), source) == 9
         with pytest.raises(UserError, match=r"^model\.num_classes: 5 outputs for 6 classes; use"):
             build.num_classes(config_of("model.num_classes=5"), source)
+        source.classes = ("defect",)
+        with pytest.raises(UserError, match=r"^data\.root: only one class \(defect\); at least 2 are needed$"):
+            build.num_classes(config_of(), source)
+        source.label_sets = np.eye(1, dtype=bool)
+        with pytest.raises(UserError, match=r"needed; of zeros and ones, .* data\.label_column=NAME makes two$"):
+            build.num_classes(config_of(), source)
 
 
 class TestData:
