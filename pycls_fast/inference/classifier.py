@@ -302,11 +302,7 @@ class Classifier:
         few = source.in_memory or len(source) <= _FEW
         workers = 0 if few and num_workers is None else num_workers
         config = self.config.with_values(data={"eval_batch_size": batch_size or BATCH_SIZE, "num_workers": workers})
-        switches = self.switches
-        if source.in_memory:
-            # Pixels are resized by Pillow, like files that are not JPEGs.
-            switches = switches.replace(decode="pillow")
-        for batch in build.eval_batches(config, source, self.world, switches):
+        for batch in build.eval_batches(config, source, self.world, self.switches):
             for name, reason in batch.damaged:
                 if skip is None:
                     raise UserError(f"{name}: {reason}")

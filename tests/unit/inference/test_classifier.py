@@ -90,6 +90,17 @@ def test_files_arrays_and_workers_agree(run_dir: Path, pixels: np.ndarray, folde
     torch.testing.assert_close(classifier.logits(torch.from_numpy(pixels), batch_size=2), one)
 
 
+@pytest.mark.parametrize("decode", ["pillow", "simplejpeg", "region"])
+def test_an_opened_image_is_seen_as_its_file(tmp_path: Path, decode: str) -> None:
+    classifier = pycls_fast.load(make_run(tmp_path / "run", f"speed.decode={decode}"))
+    drawn = Image.fromarray(np.random.default_rng(1).integers(0, 256, (97, 31, 3), dtype=np.uint8))
+    for file in (tmp_path / "image.png", tmp_path / "image.jpg"):
+        drawn.save(file)
+        with Image.open(file) as opened:
+            alone, beside = (next(classifier.batches(given_images(each))) for each in (opened, [file, opened]))
+        assert torch.equal(beside.images_BHWC, alone.images_BHWC.expand(2, -1, -1, -1))
+
+
 def test_features_are_what_the_head_sees(run_dir: Path, pixels: np.ndarray) -> None:
     classifier = pycls_fast.load(run_dir)
     features = classifier.features(pixels, batch_size=2)
