@@ -89,7 +89,7 @@ class MapsVerb(_ImagesOptions, Verb, experiment=None, words=("weights", "images"
     """attention: of the class token (else the mean over the patches, or the pooling's own query) in the last block;
     rollout: through all blocks (Abnar and Zuidema 2020); features: the last ones of each patch, their first three
     principal components over all given images as red, green and blue; class: evidence for the predicted class
-    (Grad-CAM), for convolutional networks, also timm's; null: attention, or class for a network without it."""
+    (Grad-CAM), for ResNets and timm's networks; null: attention, or class for a network without it."""
     output: Text | None = None
     """A PNG file; null: attention.png, ..., or maps.png without kind."""
     heads: bool = True

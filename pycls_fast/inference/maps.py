@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -189,38 +190,62 @@ def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """Evidence for a class at each place of the last maps of a ResNet or timm's convolutional network, (B, h, w), not
-    negative.
+    """Evidence for a class at each place of the last maps of a ResNet or a network of timm's, (B, h, w), not negative.
+    Those of a transformer are the patches before its last block: after it, a class token may be all that is read.
 
     Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391). After a ResNet's last stage come a mean and a linear layer, so
     the gradients are the layer's weights over h * w, and no backward pass is needed (Zhou et al. 2016).
 
     Raises:
-        UserError: another model.
+        UserError: another model, or one of timm's without such a grid.
     """
     if isinstance(model, ResNet):
         features_BhwD = patch_features(model, images_BCHW)
         weights_BD = model.head.weight[labels_B].to(features_BhwD.dtype) / features_BhwD[0, ..., 0].numel()
-    elif isinstance(model, TimmNetwork) and _is_map(maps := model.network.forward_features(images_BCHW)):
+    elif isinstance(model, TimmNetwork) and (found := _last_maps(model, images_BCHW)) is not None:
+        maps, logits_BK = found
         with torch.enable_grad():
-            maps = maps.detach().requires_grad_()
-            evidence = model.network.forward_head(maps).gather(1, labels_B[:, None]).sum()
-            gradient = torch.autograd.grad(evidence, maps)[0]
-        is_last = getattr(model.network, "output_fmt", None) == "NHWC"
-        features_BhwD, gradient_BhwD = (
-            x.detach() if is_last else x.detach().permute(0, 2, 3, 1) for x in (maps, gradient)
-        )
+            gradient = torch.autograd.grad(logits_BK.gather(1, labels_B[:, None]).sum(), maps)[0]
+        features_BhwD, gradient_BhwD = (_by_place(model.network, x.detach()) for x in (maps, gradient))
         weights_BD = gradient_BhwD.mean(dim=(1, 2))
     else:
         raise UserError(
-            "kind: class is for convolutional networks; a vision transformer of this package has all other kinds"
+            "kind: class is for ResNets, and for timm's networks with maps or a grid of patches; a vision transformer "
+            "of this package has all other kinds"
         )
     return F.relu(torch.einsum("bhwd,bd->bhw", features_BhwD, weights_BD))
 
 
-def _is_map(features: object) -> bool:
-    """Tokens have three dimensions, and CoaT's features are a list."""
-    return isinstance(features, Tensor) and features.ndim == 4
+def _last_maps(model: TimmNetwork, images_BCHW: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The last maps, or the tokens before the last block, and logits that depend on them; None without a grid."""
+    network, seen = model.network, list[Tensor]()
+    maps = network.forward_features(images_BCHW)
+
+    def keep(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(args[0].detach().requires_grad_())
+        return (seen[0], *args[1:])
+
+    with torch.enable_grad():
+        # CoaT's are a list.
+        if isinstance(maps, Tensor) and maps.ndim == 4:
+            maps = maps.detach().requires_grad_()
+            return maps, network.forward_head(maps)
+        if not (hasattr(network, "num_prefix_tokens") and hasattr(getattr(network, "patch_embed", None), "grid_size")):
+            return None
+        handle = model.layers()[-1][1].register_forward_pre_hook(keep)
+        try:
+            logits_BK = model(images_BCHW)
+        finally:
+            handle.remove()
+    return seen[0], logits_BK
+
+
+def _by_place(network: Any, maps: Tensor) -> Tensor:
+    """timm's maps, or tokens, of which the patches come last, as (B, h, w, D)."""
+    if maps.ndim == 4:
+        return maps if getattr(network, "output_fmt", None) == "NHWC" else maps.permute(0, 2, 3, 1)
+    height, width = network.patch_embed.grid_size
+    return maps[:, -height * width :].unflatten(1, (height, width))
 
 
 _KINDS = {"attention": attention_maps, "rollout": attention_rollout, "features": patch_features}
@@ -287,9 +312,7 @@ def _hooked(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
 def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> VisionTransformer:
     if not isinstance(model, VisionTransformer):
         others = " and ResNets" if or_resnet else ""
-        raise UserError(
-            f"kind: {kind} is for vision transformers{others} of this package; class is for convolutional networks"
-        )
+        raise UserError(f"kind: {kind} is for vision transformers{others} of this package; kind=class for others")
     return model
 
 

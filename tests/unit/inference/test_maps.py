@@ -139,11 +139,14 @@ def test_kernels_come_back_after_an_error() -> None:
         ("convnext_atto", "network.norm_pre"),
         # Channels come last.
         ("swin_tiny_patch4_window7_224", "network.norm"),
+        # Its head reads only the class token, which comes before the patches.
+        ("vit_tiny_patch16_224", "network.blocks.0"),
     ],
 )
 def test_class_maps_are_grad_cam(name: str, last: str) -> None:
     """Selvaraju et al. 2017, equations 1 and 2, with the gradients of autograd."""
     own = {"embed_dim": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)} if "swin" in name else {}
+    own = {"depth": 2, "embed_dim": 12} if "vit" in name else own
     made: Any = {"name": name, "num_classes": 4, "image_size": 64, "options": own}
     model: nn.Module = randomise(ResNet(depth=18, num_classes=4) if name == "ours" else TimmNetwork(**made))
     model = model.eval()
@@ -155,9 +158,12 @@ def test_class_maps_are_grad_cam(name: str, last: str) -> None:
     logits[torch.arange(2), labels].sum().backward()
     handle.remove()
     assert kept[0].grad is not None
-    channels = 3 if "swin" in name else 1
-    alpha = kept[0].grad.mean(dim=(1, 2) if channels == 3 else (2, 3), keepdim=True)
-    wanted = F.relu((alpha * kept[0]).sum(dim=channels)).detach()
+    channels = 3 if "swin" in name or "vit" in name else 1
+    features, gradient = kept[0], kept[0].grad
+    if "vit" in name:
+        features, gradient = (each[:, 1:].unflatten(1, (4, 4)) for each in (features, gradient))
+    alpha = gradient.mean(dim=(1, 2) if channels == 3 else (2, 3), keepdim=True)
+    wanted = F.relu((alpha * features).sum(dim=channels)).detach()
     with torch.no_grad():
         found = maps.class_maps(model, batch, labels)
     assert wanted.max() > 0
@@ -183,12 +189,12 @@ def test_principal_components() -> None:
 @pytest.mark.parametrize("compute", [maps.attention_maps, maps.attention_rollout])
 def test_what_a_model_does_not_have(compute: Any) -> None:
     network = ResNet(depth=18, num_classes=4)
-    with pytest.raises(UserError, match="is for vision transformers of this package; class is for convolutional"):
+    with pytest.raises(UserError, match="is for vision transformers of this package; kind=class for others"):
         compute(network, images())
     # CoaT's features are a list.
     coat = TimmNetwork(name="coat_tiny", num_classes=4, image_size=32, options={"embed_dims": (16, 16, 16, 16)})
     for model in (vit(), coat.eval()):
-        with pytest.raises(UserError, match="kind: class is for convolutional networks"):
+        with pytest.raises(UserError, match="kind: class is for ResNets, and for timm's networks with"):
             maps.class_maps(model, torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
     with pytest.raises(UserError, match="kind: features is for vision transformers and ResNets of this package"):
         maps.patch_features(nn.Identity(), images())
