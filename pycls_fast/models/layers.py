@@ -327,8 +327,12 @@ class SinCos2dPositions(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        self.value.copy_(self.computed())
+
+    def computed(self) -> Tensor:
+        """What `value` is, float64 on the CPU."""
         grid = sincos2d(self.rows, self.columns, self.value.shape[1])
-        self.value.copy_(F.pad(grid, (0, 0, self.extra_tokens, 0)))
+        return F.pad(grid, (0, 0, self.extra_tokens, 0))
 
     def forward(self, features_BND: Tensor) -> Tensor:
         # Not cast: under autocast the sum, and with it the residual stream, is float32, as with learned positions.

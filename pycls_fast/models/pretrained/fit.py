@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, first_few, refuse
 from pycls_fast.models.external import TimmNetwork
+from pycls_fast.models.layers import SinCos2dPositions
 from pycls_fast.models.moe import ExpertsMlp
 from pycls_fast.models.pretrained.names import OTHER, TIMM_VIT, TRANSFORMERS, VITS, to_timm_vit
 from pycls_fast.models.pretrained.read import ReadWeights
@@ -283,7 +284,13 @@ def _fit_positions(
     only for the patches, the tokens' rows are added to the tokens themselves, which is equivalent. The patches' rows
     are interpolated, bicubic and antialiased.
     """
-    name = "positions.value"
+    name, own = "positions.value", network.positions
+    if name in tensors and isinstance(own, SinCos2dPositions):
+        # A file may have 16 bits.
+        fixed = own.computed().to(tensors[name])
+        if fixed.shape == tensors[name].shape and torch.allclose(tensors[name], fixed, atol=1e-2):
+            del tensors[name]
+            fitted.left_out[name] = "fixed in the model, too"
     if name not in tensors or name not in shapes or tensors[name].shape[1:] != shapes[name][1:]:
         return
     rows, width = tensors[name], shapes[name][1]

@@ -233,6 +233,9 @@ def _beside(path: Path) -> Description | None:
     what = f"weights: {about} is not timm's description of a model"
     with refusing(what, OSError, ValueError, TypeError, use="correct it"):
         config = read_json(about)
+        if isinstance(config, dict) and "architecture" in config and "pretrained_cfg" not in config:
+            # As timm wrote it in 2022.
+            config = {**config, "pretrained_cfg": config, "label_names": config.get("labels", ())}
         kept = config.get("pretrained_cfg") if isinstance(config, dict) else None
         if not isinstance(kept, dict) or not kept:
             return None

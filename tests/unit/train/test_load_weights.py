@@ -298,8 +298,14 @@ def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monk
     nn.init.normal_(theirs.head.weight)
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     batch_BCHW = (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
-    for source, names in (("hf:me/cats", ["cat", "dog"]), (str(tmp_path), {1: "dog", 0: "cat"})):
+    named = {"hf:me/cats": ["cat", "dog"], str(tmp_path): {1: "dog", 0: "cat"}, f"{tmp_path}/": ["cat", "dog"]}
+    for source, names in named.items():
         save_for_hf(theirs, tmp_path, model_config={"label_names": names}, safe_serialization=True)
+        if source.endswith("/"):
+            # As of 2022, in one object.
+            kept = json.loads((tmp_path / "config.json").read_text())
+            flat = {"labels": kept.pop("label_names"), **kept.pop("pretrained_cfg"), **kept}
+            (tmp_path / "config.json").write_text(json.dumps(flat))
         config = load_config("finetune", [f"weights={source}", "data.image_size=16"], needs_data=False)
         assert config.model.own().items() >= {"name": "vit_tiny_patch16_224"}.items()
         assert config.model.own()["options"].items() >= options.items()
@@ -319,6 +325,7 @@ def test_a_config_json_chooses_the_model_with_its_arguments(tmp_path: Path, monk
     [
         ("model=resnet18", "model.stem=deep", "model.shortcut=pool"),
         ("model=vit_s16", "model.patch_size=8", "model.width=24", "model.depth=1", "model.heads=3"),
+        ("model=vit_s16_gap", "model.pre_logits=null", "model.patch_size=8", "model.width=24", "model.depth=1"),
     ],
 )
 def test_a_folder_for_timm_is_read_again(model: tuple[str, ...], tmp_path: Path) -> None:
@@ -333,6 +340,10 @@ def test_a_folder_for_timm_is_read_again(model: tuple[str, ...], tmp_path: Path)
     batch = next(classifier.batches(classifier.given([image])))
     with torch.no_grad():
         torch.testing.assert_close(classifier.logits([image]), network(classifier.inputs(batch)), atol=1e-4, rtol=1e-4)
+    # As that model, with fixed positions, which timm takes for learned ones, and not with others.
+    again = build.model(config, 2, Speed())
+    assert not load_weights(again, tmp_path / "made", classes=AB)[1].fresh
+    torch.testing.assert_close(again.state_dict(), network.state_dict(), check_dtype=False)
 
 
 def test_a_run_counts_more_than_the_name_of_its_file(tmp_path: Path) -> None:
