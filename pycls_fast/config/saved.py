@@ -67,7 +67,8 @@ def _in_file(file: Path) -> dict[str, Any] | None:
 
 
 def _read(read: Callable[[Path], Any], file: Path) -> dict[str, Any]:
-    with refusing(f"{file}: is not a run's configuration", OSError, ValueError, LookupError, TypeError):
+    what, use = f"{file}: is not a run's configuration", "give the folder of a run, as pycls-fast runs lists them"
+    with refusing(what, OSError, ValueError, LookupError, TypeError, use=use):
         values = read(file)
         check(SavedConfiguration, values)
         return dict(values)

@@ -82,8 +82,8 @@ def list_runs(folders: Sequence[str], *, sort: str, output: str | None) -> int:
 def find_runs(folders: Sequence[str]) -> list[Path]:
     """All run folders, nested ones included, each once and sorted by path. A `UserError` if a folder does not exist, or
     none of them contains a run."""
-    found, seen = list[Path](), set[Path]()
-    refuse(f"{folder}: no such folder" for folder in folders if not user_path(folder).is_dir())
+    found, seen, use = list[Path](), set[Path](), "give folders that training has written"
+    refuse(f"{folder}: no such folder; {use}" for folder in folders if not user_path(folder).is_dir())
     for folder in folders:
         for path, inside, files in os.walk(user_path(folder), followlinks=True):
             # Links may lead to a folder that was searched before, or form a loop.
@@ -95,7 +95,7 @@ def find_runs(folders: Sequence[str]) -> list[Path]:
             found += [Path(path)] if is_run else []
             inside[:] = [n for n in inside if not n.startswith(".") and not (is_run and n in _NOT_SEARCHED)]
     if not found:
-        raise UserError(f"{', '.join(folders)}: no run folders found; give folders that training has written")
+        raise UserError(f"{', '.join(folders)}: no run folders found; {use}")
     return sorted(found)
 
 

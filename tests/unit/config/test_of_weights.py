@@ -118,6 +118,7 @@ def test_a_damaged_record_is_named(
     status, lines, _ = tool(f"weights={file.partition('/')[0]}", config_of_weights=True)
     assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith(f"error: {line.format(file=home / file)}")
+    assert lines[0].endswith("; give the folder of a run, as pycls-fast runs lists them")
 
 
 def test_a_path_that_depends_on_the_configuration_is_refused(tool: Tool) -> None:

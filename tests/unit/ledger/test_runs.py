@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pycls_fast.commands.measure import RunsVerb
+from pycls_fast.errors import UserError
 from pycls_fast.ledger.runs import chosen_keys, differing_keys, find_runs, list_runs, read_run, rows
 from pycls_fast.train.folder import RunFolder
 from tests.factories import TRAINED, config_of
@@ -171,6 +172,8 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     elsewhere = make_run(tmp_path / "disk" / "far")
     (top / "far").symlink_to(elsewhere)
     assert find_runs([str(top), str(top / "out"), str(elsewhere)]) == sorted([*expected, top / "far"])
+    with pytest.raises(UserError, match="none: no such folder; give folders that training has written"):
+        find_runs([str(top), str(top / "none")])
 
 
 SGD, ADAMW = ("optim=sgd", "optim.weight_decay=0"), ("optim=adamw", "optim.weight_decay=0.1")
