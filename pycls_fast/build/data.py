@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Generator
 from dataclasses import replace
 from importlib.util import find_spec
+from multiprocessing import current_process
 from typing import Any
 
 import torch
@@ -198,10 +199,11 @@ def _loader(
 
 
 def num_workers(config: RunConfig) -> int:
-    """Loader workers of this rank: as configured, else its share of the cores that the run may use, at most 16."""
+    """Loader workers of this rank: as configured, else its share of the cores that the run may use, at most 16, and
+    none in a daemon (a process of `multiprocessing.Pool`), which may not start any."""
     if config.data.num_workers is not None:
         return config.data.num_workers
-    return min(cores_per_rank(), 16)
+    return 0 if current_process().daemon else min(cores_per_rank(), 16)
 
 
 def prepare(config: RunConfig, device: torch.device, switches: Speed) -> Prepare:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,12 @@ def test_more_workers_than_sixteen_are_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build_device, "cores", lambda: 40)
     for count, workers in (("null", 16), ("20", 20)):
         assert build.num_workers(config_of(f"data.num_workers={count}")) == workers
+
+
+def test_a_process_of_a_pool_starts_no_workers() -> None:
+    """As a daemon it cannot."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(build.num_workers, (config_of("data.num_workers=null"),)) == 0
 
 
 def test_neither_a_test_nor_its_processes_see_a_gpu(request: pytest.FixtureRequest) -> None:

@@ -379,7 +379,7 @@ def saved_by(ranks: int) -> Any:
     """A checkpoint of a batch of 48 in two microbatches on each rank."""
     given = ["data.root=/nowhere", "data.global_batch_size=48", "optim.accumulation_steps=2", "precision=fp32"]
     given += ["runtime.threads=1", "data.mean=[0.1,0.2,0.3]"]
-    config = config_of(*given, name="finetune").model_dump(mode="json")
+    config = config_of(*given, name="finetune").model_dump(mode="json") | {"weights": "hf:me/cats@c0ffee"}
     return SimpleNamespace(plain={"config": config, "world_size": ranks})
 
 
@@ -389,7 +389,9 @@ def test_an_automatic_batch_stays_on_another_number_of_ranks(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = config_of("data.root=/nowhere", f"data.global_batch_size={given}", name="finetune")
+    config = config.model_copy(update={"weights": "hf:me/cats"})
     found = as_saved(config, ALONE, saved_by(1))
+    assert found.weights == "hf:me/cats@c0ffee"
     assert (found.data.global_batch_size, found.precision.name, found.runtime.threads) == (batch, "fp32", 1)
     assert (found.data.normalization, found.data.mean) == ("configured", (0.1, 0.2, 0.3))
 
