@@ -49,6 +49,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch found no memory left, on an accelerator or on the CPU."""
     # torch takes seconds to import; if it was not imported, it allocated nothing.
     torch = sys.modules.get("torch")
+    # The compiler's errors hold that of the allocator: it times kernels on the device, beside all activations.
+    error = getattr(error, "inner_exception", error)
     if torch is None or not isinstance(error, RuntimeError):
         return False
     text = str(error)

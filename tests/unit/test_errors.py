@@ -62,6 +62,12 @@ def failing(error: BaseException) -> Callable[[], int]:
     return fail
 
 
+def compiling_lacks_memory() -> int:
+    from torch._inductor.exc import InductorError
+
+    raise InductorError(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has"), None)
+
+
 def test_a_device_without_memory_is_one_line_of_each_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +93,8 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
         (failing(RuntimeError("std::bad_alloc")), "the device is out of memory (std::bad_alloc)"),
         (failing(torch.AcceleratorError("CUDA error: out of memory\nSearch")), "the device is out of memory (CUDA"),
         (failing(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")), "the device is out of memory (CUDA"),
+        # Imports torch's compiler.
+        pytest.param(compiling_lacks_memory, "the device is out of memory (Out", marks=pytest.mark.slow),
         (failing(RuntimeError("can't start new thread")), "the system gives no more threads (ulimit -u)"),
         (
             lambda: len(ATTENTION["sdpa_cudnn"](*[torch.ones(1, 1, 2, 8)] * 3)),
