@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -359,14 +359,18 @@ def readable(override: str) -> str:
     return override
 
 
-# Keys that begin with the first are read only if the second has certain values.
-_READ_ONLY_IF: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
+def _unread(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Beginnings of keys that nothing reads, each with the key whose value is the reason."""
+    name, optim = config.precision.name, config.optim
     # `auto` may become a level that scales, on an older GPU.
-    ("precision.loss_scale", "precision.name", lambda c: c.precision.name == "auto" or LEVELS[c.precision.name].scaled),
-    ("precision.fp8_", "precision.name", lambda c: LEVELS[c.precision.name].float8),
-    ("optim.ema_", "optim.ema_decay", lambda c: c.optim.ema_decay is not None),
-    ("optim.layer_decay", "optim.layer_decay", lambda c: c.optim.layer_decay is not None),
-)
+    if name != "auto" and not LEVELS[name].scaled:
+        yield "precision.loss_scale", "precision.name"
+    if not LEVELS[name].float8:
+        yield "precision.fp8_", "precision.name"
+    if optim.ema_decay is None:
+        yield "optim.ema_", "optim.ema_decay"
+    if optim.layer_decay is None:
+        yield "optim.layer_decay", "optim.layer_decay"
 
 
 def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
@@ -377,8 +381,8 @@ def notes(config: RunConfig, composed: Composed) -> Iterator[str]:
     """
     for override in composed.overrides:
         key, typed = key_of(override), override.lstrip("+")
-        for prefix, on, is_read in _READ_ONLY_IF:
-            if key.startswith(prefix) and key != on and "=" in typed and not is_read(config):
+        for prefix, on in _unread(config):
+            if key.startswith(prefix) and key != on and "=" in typed:
                 yield f"{typed} has no effect with {on}={as_typed(functools.reduce(getattr, on.split('.'), config))}"
     names = [] if composed.saved is not None else composed.experiments(composed.config_name)
     files = {shown_path(file) for file in map(composed.file, names) if file is not None}

@@ -16,7 +16,7 @@ from pycls_fast.config.keys import as_typed
 from pycls_fast.config.of_weights import SOURCES, none_at
 from pycls_fast.config.run import RunConfig
 from pycls_fast.config.sizes import misfits
-from pycls_fast.data.source import Files
+from pycls_fast.data.source import ColumnSource
 from pycls_fast.files import user_path, weights_at
 from pycls_fast.precision import LEVELS, Level
 from pycls_fast.speed import SWITCHES, Device, Speed
@@ -150,7 +150,7 @@ MIXED_BY_WORKERS = Condition("speed.mix_on", lambda now: now.speed.mix_on == "cp
 # The hub's splits have usual names.
 NO_FILES = Condition(
     "data.train",
-    lambda now: isinstance(now.config.data, Files) and now.config.data.source != "hub" and not now.config.data.train)
+    lambda now: isinstance(data := now.config.data, ColumnSource) and data.source != "hub" and not data.train)
 SEVERAL, ONE_LABEL = "data.label_separator!=null", "data.label_separator=null"
 SOFTMAX = Condition("loss.name", lambda now: now.purpose.trains and now.config.loss.name == "cross_entropy")
 

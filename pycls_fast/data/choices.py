@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from pycls_fast.choice import Section, given
 from pycls_fast.data.policies import Policy
-from pycls_fast.data.source import Files, Opening, Source
+from pycls_fast.data.source import ColumnSource, Opening, Source
 from pycls_fast.values import (
     Hue,
     NonNegativeFloat,
@@ -60,7 +60,7 @@ class Folder(Source, name="folder"):
         return open_folder(root, self, how)
 
 
-class Manifest(Files, name="manifest"):
+class Manifest(ColumnSource, name="manifest"):
     """A CSV, TSV or Parquet table of paths and labels."""
 
     path_column: Text = "path"
@@ -73,7 +73,7 @@ class Manifest(Files, name="manifest"):
         return open_manifest(root, self, how, self.path_column)
 
 
-class Parquet(Files, name="parquet"):
+class Parquet(ColumnSource, name="parquet"):
     """Parquet files that contain the images."""
 
     image_column: Text | None = None
@@ -85,7 +85,7 @@ class Parquet(Files, name="parquet"):
         return open_parquet(root, self, self.image_column)
 
 
-class Hub(Files, name="hub"):
+class Hub(ColumnSource, name="hub"):
     """A dataset of the Hugging Face hub by name, or a folder written by `save_to_disk`."""
 
     train: Text | None = None
@@ -103,7 +103,7 @@ class Hub(Files, name="hub"):
         return open_hub(root, self, self.image_column, self.hub_config)
 
 
-class Tar(Files, name="tar"):
+class Tar(ColumnSource, name="tar"):
     """Shards as webdataset writes them, on disk or at a remote address."""
 
     shard_cache: Text | None = None

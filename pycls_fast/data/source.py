@@ -144,8 +144,8 @@ class Source(Choice, key="data", tag="source", default="auto"):
         raise NotImplementedError
 
 
-class Files(Source):
-    """A source of tables, shards or datasets with columns."""
+class ColumnSource(Source):
+    """Tables, shards or datasets that have the labels in a column, or in a field."""
 
     train: Text | None = None
     """The training files, if they do not have the usual names: a path, with `*` and `{000..146}`."""

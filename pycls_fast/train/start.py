@@ -211,6 +211,11 @@ def _notes(run: Run) -> Iterator[str]:
             f"classes have {counts.min():,} to {counts.max():,} images; data.sampling=balanced shows all equally "
             "often, and with schedule.best_metric=class_top1 all count equally"
         )
+    if train.label_sets is not None and (train.label_sets.sum(axis=1) == 1).all():
+        yield (
+            f"data.label_separator: every image has exactly one label, such as {one_line(train.classes[0])}; if labels "
+            "are separated by other characters, give these"
+        )
     if run.switches.compile != "off":
         yield "speed.compile: the first step compiles the network, which takes 20 to 100 s; speed.compile=off avoids it"
     elif on_gpu and config.speed.preset == "fast" and not build.has_compiler("cuda"):

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Subset
 
-from pycls_fast.data.source import Files, Opening, Source
+from pycls_fast.data.source import ColumnSource, Opening, Source
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import SPLIT_OF, labels_of, name_classes
 from pycls_fast.data.sources.folders import scan_classes
@@ -328,5 +328,5 @@ def _open_columns(split: str, dataset: Any, label_separator: str | None) -> Imag
     is_test = SPLIT_OF.get(split) == "test"
     with refusing("data: the dataset cannot be read", ValueError):
         image, label = _key(dataset.features, 0), _key(dataset.features, 1, is_needed=not is_test)
-    data = Files.model_construct(source="hub", label_column=label, label_separator=label_separator)
+    data = ColumnSource.model_construct(source="hub", label_column=label, label_separator=label_separator)
     return open_split("data", dataset, data, image, is_test=is_test)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from pycls_fast.data.source import Files
+from pycls_fast.data.source import ColumnSource
 from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.remote import is_remote, list_files
 from pycls_fast.data.sources.texts import Texts
@@ -115,7 +115,9 @@ class _File:
         weakref.finalize(self, os.close, self.descriptor)
 
 
-def find_files(root: str, suffixes: tuple[str, ...], data: Files, *, deep: bool = True) -> dict[str, tuple[str, ...]]:
+def find_files(
+    root: str, suffixes: tuple[str, ...], data: ColumnSource, *, deep: bool = True
+) -> dict[str, tuple[str, ...]]:
     """The files of each split: "train" and others of "val" and "test", or "all" if no name tells them apart.
 
     A file's split is given by a word in its name (`imagenet-train-000000.tar`, `train-00000-of-00294.parquet`), else by

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pycls_fast.data.source import Files
+from pycls_fast.data.source import ColumnSource
 from pycls_fast.data.sources.base import Images, Labels
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, is_first_of_node, one_of, refusing
@@ -35,7 +35,7 @@ class ArrowImages(Images):
         return image
 
 
-def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, Images]:
+def open_parquet(root: str, data: ColumnSource, image_column: str | None) -> dict[str, Images]:
     """The parts of Parquet files with images in them, told apart by their names (`train-00000-of-00294.parquet`).
 
     `datasets` copies them once into Arrow files in its cache (`HF_DATASETS_CACHE`), from which any row is read at once.
@@ -54,7 +54,7 @@ def open_parquet(root: str, data: Files, image_column: str | None) -> dict[str, 
     return opened
 
 
-def open_hub(name: str, data: Files, image_column: str | None, hub_config: str | None) -> dict[str, Images]:
+def open_hub(name: str, data: ColumnSource, image_column: str | None, hub_config: str | None) -> dict[str, Images]:
     """The parts of a dataset on the hub ("ILSVRC/imagenet-1k", or "ILSVRC/imagenet-1k@REVISION") or in a folder that
     `save_to_disk` wrote."""
     repository, _, revision = name.partition("@")
@@ -104,7 +104,7 @@ def _datasets(name: str) -> Iterator[Any]:
 def open_split(
     where: str,
     dataset: Any,
-    data: Files,
+    data: ColumnSource,
     image_column: str | None,
     *,
     is_test: bool,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycls_fast.data.source import Files, Opening
+from pycls_fast.data.source import ColumnSource, Opening
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.sources.files import (
     ENCODING,
@@ -36,7 +36,7 @@ TABLES = (".csv", ".tsv", ".parquet")
 _SPLITS = ("train", "val", "test")
 
 
-def open_manifest(root: str | Path, data: Files, how: Opening, path_column: str) -> dict[str, Images]:
+def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_column: str) -> dict[str, Images]:
     """The parts of a dataset that tables describe, in the tables' order.
 
     The tables are `train.csv` and `val.csv` (or .tsv, .parquet) in `root`, or one table, which is "all". A column

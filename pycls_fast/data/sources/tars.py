@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from pycls_fast.data.progress import progress
-from pycls_fast.data.source import Files, Opening
+from pycls_fast.data.source import ColumnSource, Opening
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.files import EXTENSIONS, OpenFiles, find_files, name_classes, read_class_list
 from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
@@ -83,7 +83,7 @@ class TarImages(Images):
 
 
 def open_tars(
-    root: str, data: Files, how: Opening, shard_cache: str | None, shard_cache_gib: float | None
+    root: str, data: ColumnSource, how: Opening, shard_cache: str | None, shard_cache_gib: float | None
 ) -> dict[str, Images]:
     """The parts of tar shards, told apart by their names (`imagenet-train-{000000..000146}.tar`).
 

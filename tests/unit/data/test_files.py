@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pycls_fast.data.source import Files
+from pycls_fast.data.source import ColumnSource
 from pycls_fast.data.sources.files import _MOST_OPEN, OpenFiles, find_files
 from pycls_fast.errors import UserError
 
@@ -23,7 +23,7 @@ def touch(root: Path, *names: str) -> Path:
 
 
 def found(root: Path, **options: str) -> dict[str, list[str]]:
-    files = find_files(str(root), (".tar",), Files(**options))
+    files = find_files(str(root), (".tar",), ColumnSource(**options))
     return {split: [str(Path(file).relative_to(root)) for file in own] for split, own in files.items()}
 
 
@@ -110,4 +110,4 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError, match="closed"):
-        find_files(str(tmp_path), (".tar",), Files())
+        find_files(str(tmp_path), (".tar",), ColumnSource())

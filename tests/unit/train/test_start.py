@@ -72,6 +72,15 @@ def test_classes_of_very_different_sizes_are_told(
     assert notes == ["classes have 13 to 40 images"] * is_told
 
 
+@pytest.mark.parametrize(("sets", "is_told"), [([[1, 0], [0, 1]], True), ([[1, 0], [1, 1]], False)])
+def test_labels_that_were_not_separated_are_told(
+    monkeypatch: pytest.MonkeyPatch, sets: list[list[int]], is_told: bool
+) -> None:
+    monkeypatch.setattr(SyntheticImages, "label_sets", np.array(sets, dtype=bool))
+    notes = [note.partition(",")[0] for note in noted("data.sampling=balanced")]
+    assert notes == ["data.label_separator: every image has exactly one label"] * is_told
+
+
 @pytest.mark.parametrize(("ema", "said"), [(None, "about 115 min"), ("an average", "about 2.1 h")])
 def test_the_time_is_that_of_steps_and_evaluations(monkeypatch: pytest.MonkeyPatch, ema: str | None, said: str) -> None:
     """100 steps of 64 images, and a third as long for each of 300 images in 5 evaluations."""
