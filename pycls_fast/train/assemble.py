@@ -103,6 +103,13 @@ class InitialWeights:
                 f"data.image_size: {config.data.image_size} px here, but the weights are for {size} px; "
                 f"data.image_size={as_typed(size.typed)} keeps that size"
             )
+        has_seen_some = weights.train_names is not None and weights.trained_on(config.data.root)
+        if has_seen_some and self.resolved.sources["val"].drawn and weights.train_names != train.names_id():
+            self.display.note(
+                f"weights: {config.weights} was trained on another random split of data.root, so that it has seen "
+                "validation images of this run; the same data.val_fraction, data.split_seed, data.folds and data.fold "
+                "keep it"
+            )
         self.new_head = f"{network.head_name}.weight" in fitted.fresh
 
 

@@ -61,6 +61,11 @@ class Weights:
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.path} ({self.kind} weights{step})"
 
+    def trained_on(self, root: str | None) -> bool:
+        """Whether the images of the run that they come from are those of this `data.root`."""
+        own = None if self.config is None else self.config["data"].get("root")
+        return own is not None and root is not None and user_path(own) == user_path(root)
+
     def description(self, *, model: str | None = None, for_scoring: bool = True) -> pretrained.Description | None:
         """What their publisher says of them; see `description_of`. A run's say it themselves, whatever their name."""
         if self.config is not None and not self.hub:

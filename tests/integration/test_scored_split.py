@@ -111,6 +111,15 @@ def test_notes_on_another_split(run: Path, images: Path, tmp_path: Path, capsys:
     assert notes() == [True, False]
 
 
+@pytest.mark.parametrize(("override", "told"), [("seed=1", False), ("data.split_seed=1", True)])
+def test_training_from_weights_that_have_seen_its_validation_images(
+    run: Path, images: Path, tmp_path: Path, override: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, f"data.root={images}", f"weights={run}", f"run_dir={tmp_path / 'next'}", override]
+    assert train(load_config("vit_digits", words)) == 0
+    assert ("was trained on another random split" in " ".join(capsys.readouterr().out.split())) == told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_name", "ending"), [("onnx", "onnx"), ("openvino", "xml")])
 def test_an_exported_file_is_scored(

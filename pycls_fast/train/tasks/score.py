@@ -207,9 +207,7 @@ def _classes(setup: Setup) -> tuple[str, ...]:
 
 def _other_split(setup: Setup, sources: dict[str, Images], split: str) -> str | None:
     """A note if a random split is not the one that the weights were trained on; None if it is."""
-    config, found, saved = setup.config, setup.weights.path, setup.weights.config
-    root = None if saved is None else saved["data"].get("root")
-    is_own = root is not None and config.data.root is not None and user_path(root) == user_path(config.data.root)
+    found, is_own = setup.weights.path, setup.weights.trained_on(setup.config.data.root)
     if split == "all" and is_own:
         return f"data.root: {found} was trained on most of these images"
     names = setup.weights.train_names
