@@ -83,6 +83,7 @@ USUAL_KEYS = {
     "eval_metric": "schedule.best_metric",
     "criterion": "loss",
     "arch": "model",
+    "model_name": "model",
     "backbone": "model",
     "stochastic_depth": "model.drop_path",
     "drop_rate": "model.options",
@@ -275,7 +276,8 @@ def _unknown(
 
 
 def meant(key: str, known: Iterable[str]) -> list[str]:
-    """The known keys that were probably meant: by a usual name, by words that few keys share, or of other groups."""
+    """The known keys that were probably meant: by a usual name, but for a letter or two, by words that few keys share,
+    or of other groups."""
     group, _, name = key.rpartition(".")
     known = sorted(known)
     if USUAL_KEYS.get(name) in known:
@@ -283,6 +285,8 @@ def meant(key: str, known: Iterable[str]) -> list[str]:
     elsewhere = [each for each in known if each.rpartition(".")[2] == name]
     if elsewhere and not group:
         return elsewhere
+    if misspelled := nearest(key, known, cutoff=0.9):
+        return [misspelled]
     names = [(each, _words(each)) for each in known]
     names += [(each, _words(usual)) for usual, each in USUAL_KEYS.items() if each in known]
     rarity = {}
