@@ -113,7 +113,9 @@ def _classes(train: Images) -> str:
 
 def _validation(val: Images) -> str:
     """How many images there are, and where from: without others, those of a test split choose the best checkpoint."""
-    return f"{len(val):,}, " + ("drawn at random" if val.drawn else f"from {one_line(val.name(0), 80)} on")
+    # Of a long path the end says more.
+    first = val.name(0)[-80:]
+    return f"{len(val):,}, " + ("drawn at random" if val.drawn else f"from {one_line(first, 80)} on")
 
 
 def _training(run: Run) -> str:

@@ -244,14 +244,14 @@ def test_the_table_has_the_rarest_and_the_commonest_class(counts: list[int], tol
 
 
 @pytest.mark.parametrize(
-    ("drawn", "told"), [(True, "1,024, drawn at random"), (False, "1,024, from /data/test/cat/1.jpg on")]
+    ("drawn", "told"), [(True, "1,024, drawn at random"), (False, f"1,024, from {'/long' * 12}/data/test/cat/1.jpg on")]
 )
 def test_the_table_has_where_the_validation_images_are_from(
     monkeypatch: pytest.MonkeyPatch, drawn: bool, told: str
 ) -> None:
     val = Images()
     val.labels, val.drawn = np.zeros(1024, dtype=int), drawn
-    monkeypatch.setattr(val, "name", lambda index: "/data/test/cat/1.jpg")
+    monkeypatch.setattr(val, "name", lambda index: f"{'/long' * 20}/data/test/cat/1.jpg")
     assert start._validation(val) == told
 
 
