@@ -83,7 +83,6 @@ USUAL_KEYS = {
     "eval_metric": "schedule.best_metric",
     "criterion": "loss",
     "arch": "model",
-    "model_name": "model",
     "backbone": "model",
     "stochastic_depth": "model.drop_path",
     "drop_rate": "model.options",
@@ -282,11 +281,11 @@ def meant(key: str, known: Iterable[str]) -> list[str]:
     known = sorted(known)
     if USUAL_KEYS.get(name) in known:
         return [USUAL_KEYS[name]]
-    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
-    if elsewhere and not group:
-        return elsewhere
-    if misspelled := nearest(key, known, cutoff=0.9):
-        return [misspelled]
+    last = {each: each.rpartition(".")[2] for each in known}
+    # Without a group, the key may be of any; some have a short name at the top, too (`epochs`).
+    here = [each for each in known if not group or each.startswith(f"{group}.")]
+    if spelled := nearest(name, [last[each] for each in here], cutoff=0.85):
+        return [spelled] if spelled in here else [each for each in here if last[each] == spelled]
     names = [(each, _words(each)) for each in known]
     names += [(each, _words(usual)) for usual, each in USUAL_KEYS.items() if each in known]
     rarity = {}
@@ -300,7 +299,9 @@ def meant(key: str, known: Iterable[str]) -> list[str]:
         likeness = round(shared, 6), near, len({*rarity} & {*words}), -len(words)
         best[each] = max(likeness, best.get(each, likeness))
     likest = [each for each in known if best[each] == max(best.values())]
-    return likest if best[likest[0]][0] > 0.5 and len(likest) <= 3 else elsewhere
+    if best[likest[0]][0] > 0.5 and len(likest) <= 3:
+        return likest
+    return [each for each in known if last[each] == name]
 
 
 def _words(key: str) -> list[str]:

@@ -22,6 +22,7 @@ ONE_MISTAKE = [
     ("augment.policy={name: rand_augment, num_opps: 1}",
      f"augment.policy.num_opps: unknown key; did you mean augment.policy.num_ops? {HERE}"),
     ("data.evaal_root=x", f"data.evaal_root: unknown key; did you mean data.eval_root? {HERE}"),
+    ("classifir=map", f"classifir: unknown key; did you mean model.classifier? {HERE}"),
     ("schedule.lr=1", f"schedule.lr: unknown key; did you mean optim.lr? {HERE}"),
     ("optim.epochs=1", f"optim.epochs: unknown key; did you mean schedule.epochs? {HERE}"),
     ("optim.clip=1", f"optim.clip: unknown key; did you mean optim.clip_norm? {HERE}"),
