@@ -53,7 +53,7 @@ def num_classes(config: RunConfig, source: Images) -> int:
     found, chosen = len(source.classes), config.model.num_classes
     if chosen is None and found < 2:
         column = "; of zeros and ones, data.label_separator=null data.label_column=NAME makes two"
-        use = "" if source.label_sets is None else column
+        use = ", as folders or in a table (data=TABLE.csv)" if source.label_sets is None else column
         raise UserError(f"data.root: only one class ({', '.join(source.classes)}); at least 2 are needed{use}")
     if chosen is not None and chosen < found:
         raise UserError(f"model.num_classes: {chosen} outputs for {found} classes; use model.num_classes=null")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import math
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -23,7 +21,6 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.data.batch import Batch
 from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.eval_sets import EvalSet
-from pycls_fast.data.to_rgb import why
 from pycls_fast.errors import UserError, cell, refusing
 from pycls_fast.files import atomic_write
 from pycls_fast.losses import BinaryCrossEntropy, Criterion
@@ -36,7 +33,6 @@ from pycls_fast.train.display import Display
 
 # Damaged images that an error names, for a screen to hold.
 _NAMED = 20
-_MISSING = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 @dataclass(frozen=True)
@@ -342,10 +338,8 @@ class DamagedImages:
         if len(self.reported) > self._limit:
             lines = [f"{name}: {reason}" for name, reason in self.reported.items()]
             more = f"and {len(lines) - _NAMED:,} more; pycls-fast prepare verify names all"
-            missing = all(reason == why(_MISSING) for reason in self.reported.values())
-            of_table = "; in a table, paths have their endings and begin at data.root" if missing else ""
             raise UserError(
-                f"data.max_damaged: {len(lines)} images cannot be read, more than {self._limit}{of_table}:",
+                f"data.max_damaged: {len(lines)} images cannot be read, more than {self._limit}:",
                 *lines[:_NAMED],
                 *([more] if len(lines) > _NAMED else []),
             )

@@ -30,10 +30,13 @@ from pycls_fast.data.sources.index import CachePolicy, Index, load_or_build
 from pycls_fast.data.sources.remote import stamp_of
 from pycls_fast.data.sources.texts import Texts
 from pycls_fast.errors import UserError, one_of, refuse, refusing
+from pycls_fast.files import exists
 from pycls_fast.reading import TABLE_BYTES, open_file
 
 TABLES = (".csv", ".tsv", ".parquet")
 _SPLITS = ("train", "val", "test")
+# If none of so many first images is there, it is the paths that are wrong.
+_LOOKED_FOR = 16
 
 
 def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_column: str) -> dict[str, Images]:
@@ -45,7 +48,7 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
     `classes.txt`, if that lies beside the table), or several of them (`data.label_separator`).
 
     Raises:
-        UserError: missing files or columns, empty tables, labels that make no sense.
+        UserError: missing files or columns, empty tables, paths where nothing is, labels that make no sense.
     """
     place = Path(root)
     files = find_files(str(place), TABLES, data, deep=False)
@@ -66,6 +69,10 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
             is_fresh=partial(operator.eq, stamp),
         )
         source = FileImages(base, index.names, index.labels)
+        first = [source.name(number) for number in range(min(len(source), _LOOKED_FOR))]
+        # Those of a test are perhaps not there yet.
+        if split != "test" and first and not any(exists(Path(name)) for name in first):
+            refuse([f"{path}: no {first[0]}, nor the next ones; paths have their endings and begin at data.root"])
         parts: dict[str, Images] = {split: source}
         numbers = np.unique(index.more.get("splits", ())).tolist()
         # Beside other tables, a column that says the same of all images says no more than the table's name.

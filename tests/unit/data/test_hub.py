@@ -95,6 +95,7 @@ def test_labels_that_are_whole_floats_or_truth_values(tmp_path: Path, labels: li
     """pandas makes floats of a column with gaps. Parquet, and the same as a table."""
     write(tmp_path / "images.parquet", {"image": [sample.data for sample in CONTENT["train"][:4]], "label": labels})
     (tmp_path / "list.csv").write_text("\n".join(["path,label", *(f"{label}.jpg,{label}" for label in labels)]))
+    (tmp_path / f"{labels[0]}.jpg").touch()
     for kind, file in (("parquet", "images.parquet"), ("manifest", "list.csv")):
         source = opened(kind, tmp_path / file, whole=True)["all"]
         assert (source.classes, source.labels.tolist()) == (classes, [1, 0, 1, 0])

@@ -11,11 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from pycls_fast.data.choices import Source
+from pycls_fast.data.sources import tables
 from pycls_fast.data.sources.base import match_classes
 from tests.unit.data.layouts import expected, make_content, mistake, opened, said, samples_of, write_manifest
 
 ROOT = Path(__file__).parents[3]
 CONTENT = make_content()
+
+
+@pytest.fixture(autouse=True)
+def tables_need_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_LOOKED_FOR", 0)
 
 
 def counts(root: Path, **keys: Any) -> dict[str, int]:
@@ -150,6 +156,18 @@ def test_numbers_are_labels_and_classes_txt_names_them(tmp_path: Path) -> None:
 def test_manifests_with_mistakes(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "list.csv").write_text(text)
     assert says in mistake("manifest", tmp_path / "list.csv")
+
+
+def test_images_that_are_not_where_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_LOOKED_FOR", 2)
+    (tmp_path / "train.csv").write_text("path,label\na,x\nb,y\nc,x\n")
+    (tmp_path / "test.csv").write_text("path,label\nd,x\n")
+    for name, is_found in [("a.jpg", False), ("c", False), ("b", True)]:
+        (tmp_path / name).touch()
+        if is_found:
+            assert counts(tmp_path)["train"] == 3
+        else:
+            assert f"train.csv: no {tmp_path / 'a'}, nor the next ones; paths have" in mistake("manifest", tmp_path)
 
 
 def test_the_index_of_a_manifest_is_kept_until_it_changes(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ def test_the_script_for_onnx_sees_the_same_pixels(tmp_path: Path, crop: str, siz
     from pycls_fast.inference import run_onnx
 
     settings = [f"data.image_size={size}", f"data.transparent={transparent}", "model.patch_size=4"]
-    settings += [f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8"]
+    settings += [f"augment.eval_crop={crop}", "augment.eval_crop_ratio=0.8", "speed.decode=pillow"]
     classifier = pycls_fast.load(make_run(tmp_path / "run", *settings))
     how = preprocessing(classifier.config.model_dump(mode="json"))
     draw = np.random.default_rng(0)

@@ -97,15 +97,6 @@ def test_images_that_cannot_be_read(
     assert all(line.endswith("; left out") for line in warned)
 
 
-def test_images_of_a_table_that_are_elsewhere(config: RunConfig, tmp_path: Path) -> None:
-    table = tmp_path / "train.csv"
-    table.write_text("path,label\n" + "".join(f"{number}.png,{number % 3}\n" for number in range(9)))
-    keys = [key for key in BASE if "synthetic" not in key]
-    data = ["data.source=manifest", f"data.root={table}", "data.max_damaged=0", f"weights={config.weights}"]
-    with pytest.raises(UserError, match=r"more than 0; in a table, paths have their endings and begin at data\.root:"):
-        score(config_of(*keys, *data), "all", None)
-
-
 def read_table(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.read_text().splitlines()))
 
