@@ -313,16 +313,16 @@ class Classifier:
     @torch.no_grad()
     def scores(self, batch: Batch, tta: Literal["none", "flip"] = "none") -> Tensor:
         """Logits (B, K) of a batch, in the format that the precision gives them; for `tta` see `stream`."""
-        network = FlipAveraged(self.network, sigmoid=self._sigmoid) if tta == "flip" else self.network
+        network = FlipAveraged(self.network, sigmoid=self.has_sigmoid) if tta == "flip" else self.network
         with float32_convolutions(), self._autocast():
             return network(self.inputs(batch))
 
     def probabilities(self, scores_BK: Tensor) -> Tensor:
         """Class probabilities (B, K): sigmoids for a network trained with binary cross-entropy, or where images have
         several labels, else a softmax."""
-        return scores_BK.sigmoid() if self._sigmoid else scores_BK.softmax(dim=1)
+        return scores_BK.sigmoid() if self.has_sigmoid else scores_BK.softmax(dim=1)
 
     @property
-    def _sigmoid(self) -> bool:
+    def has_sigmoid(self) -> bool:
         # As in evaluation, whatever a user's own loss says of itself.
         return self.several or self.config.loss.criterion().sigmoid

@@ -100,7 +100,8 @@ def _write_model(source: str, weights: Weights, kind: str, dtype: str | None, im
     if kind == "onnx" and size >= _ONNX_LIMIT:
         raise UserError(f"format: an ONNX file holds 2 GiB and this model has {human(size, 'B')}; use program or timm")
     how = preprocessing(classifier.config.model_dump(mode="json"))
-    about = About(classifier.classes, how, about_weights(weights))
+    texts = about_weights(weights) | {"outputs": "sigmoid" if classifier.has_sigmoid else "softmax"}
+    about = About(classifier.classes, how, texts)
     pictures_NCHW = _crops(classifier, images) if images else drawn_images(about)
     if dtype not in (None, "int8"):
         network.to(getattr(torch, str(dtype)))

@@ -47,15 +47,19 @@ def prepared(image: Image.Image, how: dict) -> np.ndarray:
 
 
 def main() -> None:
-    """Print the class of each image, and its logit: a softmax or, for several labels, sigmoids make probabilities."""
+    """Print the likeliest class of each image, and its probability."""
     file, *paths = sys.argv[1:]
     session = onnxruntime.InferenceSession(file)
     texts = session.get_modelmeta().custom_metadata_map
     classes, how = json.loads(texts["classes"]), json.loads(texts["preprocessing"])
     for path in paths:
         (logits,) = session.run(["logits"], {"images": prepared(Image.open(path), how)[None]})
+        # Less the largest one, which no exponential exceeds.
+        weights = np.exp(logits[0] - logits[0].max())
+        # Trained with binary cross-entropy, each class has a probability of its own.
+        probabilities = weights / weights.sum() if texts["outputs"] == "softmax" else 1.0 / (1.0 + np.exp(-logits[0]))
         label = int(logits[0].argmax())
-        print(f"{path}: {classes[label] if label < len(classes) else label} (logit {logits[0, label]:.3f})")
+        print(f"{path}: {classes[label] if label < len(classes) else label} ({probabilities[label]:.1%})")
 
 
 if __name__ == "__main__":

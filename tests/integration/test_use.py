@@ -127,8 +127,10 @@ def test_five_commands_from_pictures_to_predictions(
         assert (tmp_path / file).stat().st_size > 10_000
     # Without this package, each kind of file becomes the same class.
     done = run_process([sys.executable, "run_onnx.py", "model.onnx", *(row["image"] for row in rows)], cwd=tmp_path)
-    told = [re.fullmatch(r"(.*): (.*) \(logit .*\)", line) for line in done.stdout.splitlines()]
+    told = [re.fullmatch(r"(.*): (.*) \((.*)%\)", line) for line in done.stdout.splitlines()]
     assert [(each[1], each[2]) for each in told] == [(row["image"], row["class"]) for row in rows]
+    probabilities = [100 * float(row["probability"]) for row in rows]
+    assert [float(each[3]) for each in told] == pytest.approx(probabilities, abs=0.1)
     picture = str(pictures / "[cats] & dogs" / "16 bits 2.png")
     verb("predict", "model.safetensors", picture)
 

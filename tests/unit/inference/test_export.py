@@ -227,6 +227,7 @@ def test_onnxruntime_computes_the_same(drawn: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found), logits(drawn), rtol=1e-4, atol=1e-4)
     texts = session.get_modelmeta().custom_metadata_map
     assert json.loads(texts["classes"])[3] == "class [3]"
+    assert texts["outputs"] == "softmax"
     assert json.loads(texts["preprocessing"])["image_size"] == 8
     assert PACKAGE not in file.read_bytes()
     assert "python run_onnx.py" in (tmp_path / "run_onnx.py").read_text()
