@@ -215,7 +215,7 @@ def test_what_a_value_is() -> None:
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=-"], "output: - cannot be written (unknown file"),
         ("predict", ["RUN", "IMAGES", "format=sheet", "output=x.abc"], "output: x.abc cannot be written (unknown file"),
         ("maps", ["RUN", "IMAGES", "output="], "output: string should have at least 1 character"),
-        ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for convolutional networks"),
+        ("maps", ["RUN", "IMAGES", "kind=class"], "kind: class is for ResNets, and for timm"),
         ("maps", ["RUN", *["IMAGES"] * 41], "images: 205 are more than the 200 that are drawn at once"),
     ],
 )
