@@ -42,6 +42,8 @@ USUAL_KEYS = {
     "train_split": "data.train",
     "val_split": "data.val_fraction",
     "n_splits": "data.folds",
+    "fold_column": "data.group_by",
+    "group_column": "data.group_by",
     "target": "data.label_column",
     "sampler": "data.sampling",
     "oversample": "data.sampling",

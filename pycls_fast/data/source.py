@@ -98,6 +98,9 @@ class Source(Choice, key="data", tag="source", default="auto"):
     """Cross-validation: cut each class into this many parts, one of which is held out, instead of val_fraction."""
     fold: NonNegativeInt = 0
     """The part that is held out, counted from 0."""
+    group_by: Text | None = None
+    """Images that share this are held out together (of one patient, one video): a column, or a regular expression that
+    is searched for in the images' names; null: each image is drawn by itself."""
     normalization: Literal["configured", "weights"] = "configured"
     """Where mean and standard deviation come from: mean and std, or what `weights` names, if that has them."""
     mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)

@@ -40,13 +40,14 @@ _SAME_ON_RESUME = (
     "data.split_seed",
     "data.folds",
     "data.fold",
+    "data.group_by",
     "augment.repeats",
     "optim.name",
     "optim.ema_decay",
     "optim.trainable",
     "optim.lora_rank",
 )
-_SPLIT = {"data.split_seed", "data.folds", "data.fold"}
+_SPLIT = {"data.split_seed", "data.folds", "data.fold", "data.group_by"}
 # Settings that may differ without a note, except for those of the next list.
 _FREE_ON_RESUME = (
     "config_name",

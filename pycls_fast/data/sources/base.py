@@ -17,6 +17,11 @@ def checksum(integers: Any) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(integers, np.int64).tobytes()):08x}"
 
 
+def number_groups(values: Sequence[object]) -> np.ndarray:
+    """`Images.groups` for what the images share, numbered in the order of its text; int64."""
+    return np.unique([str(value).strip() for value in values], return_inverse=True)[1]
+
+
 class Labels(NamedTuple):
     """Labels as `Images` has them."""
 
@@ -39,6 +44,7 @@ class Images:
         labels: one integer per image, -1 where there is none.
         label_sets: if images have several labels, bool (L, K): each label of `labels` is one of L sets of classes; None
             if it is a class.
+        groups: an integer per image, equal for those that share their `data.group_by`; None if no column says it.
         drawn: whether a random split drew the images from a larger source.
         block_ends: int64, the end of each block of neighbouring images (a tar shard); None for a source that is
             equally fast in any order.
@@ -49,6 +55,7 @@ class Images:
     classes: tuple[str, ...]
     labels: np.ndarray
     label_sets: np.ndarray | None = None
+    groups: np.ndarray | None = None
     drawn = False
     block_ends: np.ndarray | None = None
     prefers_blocks = False
@@ -80,6 +87,10 @@ class Images:
     def name(self, index: int) -> str:
         """What to call the image in messages, e.g. its path."""
         return f"{self.where}[{index}]"
+
+    def own_name(self, index: int) -> str | None:
+        """The image's name as `name_hashes` has it; None if images have only numbers."""
+        return None if self._texts is None else self._texts[index]
 
     def describe(self) -> str:
         """One readable line: how much of what, from where."""
@@ -130,6 +141,7 @@ class Subset(Images):
         labels = source.labels[self.rows]
         self.labels = labels if new_label is None else new_label[labels]
         self.label_sets = source.label_sets if label_sets is None else label_sets
+        self.groups = None if source.groups is None else source.groups[self.rows]
         self.prefers_blocks = source.prefers_blocks
         ends = source.block_ends
         if ends is not None and not np.any(np.diff(rows.astype(np.int64)) < 0):
@@ -141,6 +153,9 @@ class Subset(Images):
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.rows[index]))
+
+    def own_name(self, index: int) -> str | None:
+        return self.source.own_name(int(self.rows[index]))
 
     def name_hashes(self) -> np.ndarray | None:
         hashes = self.source.name_hashes()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pycls_fast.data.source import ColumnSource
-from pycls_fast.data.sources.base import Images, Labels
+from pycls_fast.data.sources.base import Images, Labels, number_groups
 from pycls_fast.data.sources.files import SPLIT_OF, find_files, missing_column, name_classes, read_class_list
 from pycls_fast.errors import UserError, first_few, is_first_of_node, one_of, refusing
 from pycls_fast.reading import IMAGE_BYTES, open_file, read_bytes
@@ -114,8 +114,7 @@ def open_split(
     label, features = data.label_column, dataset.features
     column = _image_column(where, dataset, image_column, data.source)
     if label in features:
-        # Selected first: if the rows are picked by indices, all columns would be copied.
-        values = dataset.select_columns([label]).with_format("arrow")[:].column(0).to_pylist()
+        values = _values(dataset, label)
     elif is_test:
         values = [None] * len(dataset)
     else:
@@ -125,10 +124,18 @@ def open_split(
     names = names or getattr(getattr(kind, "feature", kind), "names", None)
     labels = name_classes(values, names=names, where=where, separator=data.label_separator)
     images = ArrowImages(dataset.select_columns([column]).with_format("arrow"), where, labels)
+    if data.group_by is not None and data.group_by in features:
+        images.groups = number_groups(_values(dataset, data.group_by))
     with suppress(OSError, IndexError):
         # What Arrow cannot read at all is one error now; an image that is missing is skipped later.
         images.read(0)
     return images
+
+
+def _values(dataset: Any, column: str) -> list[Any]:
+    # Selected first: if the rows are picked by indices, all columns would be copied.
+    found: list[Any] = dataset.select_columns([column]).with_format("arrow")[:].column(0).to_pylist()
+    return found
 
 
 def is_of_hugging_face(dataset: object) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pycls_fast.data.source import ColumnSource, Opening
-from pycls_fast.data.sources.base import Images, Subset
+from pycls_fast.data.sources.base import Images, Subset, number_groups
 from pycls_fast.data.sources.files import (
     ENCODING,
     NO_LABEL,
@@ -60,7 +60,7 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
             raise UserError(f"{place}: {found[0]} and {found[1]} are both tables of {split}; choose with data.train=")
         path = Path(found[0])
         stamp = {"files": stamp_of(found[0]), "label": data.label_column, "separator": data.label_separator}
-        stamp |= {"path": path_column, "classes": names}
+        stamp |= {"path": path_column, "classes": names, "group": data.group_by}
         index = load_or_build(
             path.absolute(),
             "manifest",
@@ -69,6 +69,7 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
             is_fresh=partial(operator.eq, stamp),
         )
         source = FileImages(base, index.names, index.labels)
+        source.groups = index.more.get("groups")
         first = [source.name(number) for number in range(min(len(source), _LOOKED_FOR))]
         # Those of a test are perhaps not there yet.
         if split != "test" and first and not any(exists(Path(name)) for name in first):
@@ -89,15 +90,18 @@ def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
     table: dict[str, Sequence[Any]] = dict(reader(path))
     path_column, label_column, separator = stamp["path"], stamp["label"], stamp["separator"]
     if separator is not None and path_column in table and label_column not in table:
-        table |= _labels_from_columns(table, label_column)
+        others = {name: column for name, column in table.items() if name != stamp["group"]}
+        table |= _labels_from_columns(others, label_column)
     if is_test and all(label in NO_LABEL for label in table.get(label_column, ())):
         # It is left out, whatever its columns.
-        table = {path_column: [], label_column: []}
+        table = {path_column: [], label_column: [], stamp["group"]: []}
     for column, key in ((path_column, "data.path_column"), (label_column, "data.label_column")):
         if column not in table:
             raise missing_column(str(path), column, list(table), f"data.source=manifest {key}")
     paths, labels = list(table[path_column]), list(table[label_column])
-    splits = None
+    more: dict[str, np.ndarray] = {}
+    if stamp["group"] in table:
+        more["groups"] = number_groups(table[stamp["group"]])
     if "split" in table:
         said = [str(value).strip() for value in table["split"]]
         for value in sorted(set(said)):
@@ -107,9 +111,11 @@ def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
         if all(label in NO_LABEL for label in compress(labels, ~kept)):
             # A test split without labels is left out.
             paths, labels, splits = list(compress(paths, kept)), list(compress(labels, kept)), splits[kept]
+            more = {name: numbers[kept] for name, numbers in more.items()}
+        more["splits"] = splits
     found = name_classes(labels, names=stamp["classes"], where=str(path), separator=separator)
     texts = Texts.of(os.fsencode(str(own)) for own in paths)
-    return Index(texts, found, stamp, {} if splits is None else {"splits": splits})
+    return Index(texts, found, stamp, more)
 
 
 # How a multi-hot column says whether an image is of its class.

@@ -88,6 +88,12 @@ def test_plain_binary_columns_and_labels_that_are_names(tmp_path: Path) -> None:
     assert (source.classes, source.labels.tolist()) == (("7", "20260101001"), [1, 0, 1, 0])
 
 
+def test_a_column_of_groups(tmp_path: Path) -> None:
+    write(tmp_path / "all.parquet", {"image": [b"?"] * 6, "label": [0, 1] * 3, "eye": [7, 7, None, None, 7, 7]})
+    splits = opened("parquet", tmp_path, group_by="eye", folds=2, fold=1)
+    assert [splits["val"].name(index)[-3:] for index in range(2)] == ["[2]", "[3]"]
+
+
 @pytest.mark.parametrize(
     ("labels", "classes"), [([1.0, 0.0, 1.0, 0.0], ("0", "1")), ([True, False, True, False], ("False", "True"))]
 )

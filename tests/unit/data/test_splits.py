@@ -154,6 +154,58 @@ def test_folds_that_cannot_be(tmp_path: Path) -> None:
     assert "has a validation split; use data.folds=null" in mistake("folder", tmp_path, folds=3)
 
 
+def patients_held_out(names: Sequence[str], **how: Any) -> set[str]:
+    """`names` are CLASS/PATIENT_IMAGE; a patient is held out as a whole."""
+    val = held_out(source_of(names), group_by=r"/(p\d+)_", **how)
+    patients = {Path(name).stem.partition("_")[0] for name in val}
+    assert len(val) == sum(Path(name).stem.partition("_")[0] in patients for name in names)
+    return patients
+
+
+def test_groups_are_held_out_as_a_whole() -> None:
+    random = np.random.default_rng(0)
+    # Most patients have images of both classes, of which one is rare.
+    sizes = random.integers(1, 12, 60)
+    names = [
+        f"{'cat' if random.random() < 0.1 + 0.4 * (patient % 3 == 0) else 'dog'}/p{patient}_{image}"
+        for patient, size in enumerate(sizes)
+        for image in range(size)
+    ]
+    patients = patients_held_out(names)
+    of_class = {name: [each for each in names if each.startswith(name)] for name in ("cat", "dog")}
+    for own in of_class.values():
+        share = np.mean([Path(name).stem.partition("_")[0] in patients for name in own])
+        assert share == pytest.approx(0.2, abs=0.03)
+    assert patients_held_out([names[row] for row in random.permutation(len(names))]) == patients
+    assert patients_held_out(names, seed=1) != patients
+    folds = [patients_held_out(names, folds=5, fold=fold) for fold in range(5)]
+    assert sorted(patient for fold in folds for patient in fold) == sorted(f"p{patient}" for patient in range(60))
+
+
+def test_groups_that_are_the_folds_of_somebody_else() -> None:
+    names = [f"{'cat' if image % 3 else 'dog'}/p{image % 4}_{image}" for image in range(50)]
+    assert [patients_held_out(names, folds=4, fold=fold) for fold in range(4)] == [{"p0"}, {"p1"}, {"p2"}, {"p3"}]
+
+
+def test_few_groups() -> None:
+    """The smallest is held out if all would have been trained on."""
+    assert patients_held_out(["cat/p1_1", "cat/p1_2", "cat/p1_3", "dog/p2_1", "dog/p2_2"]) == {"p2"}
+
+
+@pytest.mark.parametrize(
+    ("names", "group_by", "says"),
+    [
+        (["cat/a", "cat/b1"], r"\d", r"\d is no column of here, and is not found in the names cat/a"),
+        (["cat/a", "cat/b"], "(a", "(a is no column of here, and no regular expression (error: missing )"),
+        (["cat/a", "cat/b"], "cat", "the images of here all share the same cat; use data.group_by=null"),
+    ],
+)
+def test_groups_that_cannot_be(names: Sequence[str], group_by: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        held_out(source_of(names), group_by=group_by)
+    assert f"data.group_by: {says}" in str(error.value)
+
+
 def test_the_whole_of_a_dataset(tmp_path: Path) -> None:
     write_tree(tmp_path / "plain", {"a": 1, "b": 3})
     write_tree(tmp_path / "above", {"train/a": 1, "train/b": 3})

@@ -188,6 +188,26 @@ def test_every_source_has_its_row() -> None:
     assert [name for name in ours if f"`{name}`" not in table] == []
 
 
+def test_a_column_of_groups(tmp_path: Path) -> None:
+    """Of zeros and ones it is no class; test images without labels, which are left out, count in no group."""
+    table, cache = tmp_path / "all.csv", {"index_cache": str(tmp_path / "index"), "index_all": True}
+    rows = [f"{number}.jpg,{number // 5 % 2}" for number in range(20)]
+    labels = [f"{number % 2},{number % 3 % 2}" for number in range(20)]
+    table.write_text("\n".join(["path,patient,c0,c1", *map(",".join, zip(rows, labels, strict=True))]))
+    splits = opened("manifest", table, group_by="patient", label_separator=";", folds=2, fold=1, **cache)
+    assert splits["val"].classes == ("c0", "c1")
+    assert [int(Path(splits["val"].name(index)).stem) for index in range(10)] == [*range(5, 10), *range(15, 20)]
+    # What is known of the table does not hold the other column.
+    assert "data.group_by: patent is no column of" in mistake(
+        "manifest", table, group_by="patent", label_separator=";", **cache
+    )
+    labels = [f"{'ab'[number % 2]},train" if number < 16 else ",test" for number in range(20)]
+    table.write_text("\n".join(["path,patient,label,split", *map(",".join, zip(rows, labels, strict=True))]))
+    assert counts(table, group_by="patient", folds=2, fold=0) == {"train": 6, "val": 10}
+    table.write_text(table.read_text().replace(",test", "a,val"))
+    assert "has a validation split; use data.group_by=null" in mistake("manifest", table, group_by="patient")
+
+
 def test_images_with_several_labels(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("path,label\na,dog; cat\nb,\nc,cat;dog\nd,cat;;cat\ne,zebra\nf,nan\n")
     (tmp_path / "val.csv").write_text("path,label\nf,zebra;dog\ng,dog\n")
