@@ -60,6 +60,8 @@ class FileImages(Images):
 
     numbered = False
     """The names only count the images."""
+    ending = ""
+    """What the names lack of those of the files, such as `.jpg`."""
 
     def __init__(self, root: Path, names: Texts, labels: Labels) -> None:
         """`names`: paths of the files, absolute or relative to `root`."""
@@ -71,7 +73,7 @@ class FileImages(Images):
         return read_bytes(self.name(index), IMAGE_BYTES)
 
     def name(self, index: int) -> str:
-        return str(self.root / self._texts[index])
+        return str(self.root / self._texts[index]) + self.ending
 
     def name_hashes(self) -> np.ndarray | None:
         return None if self.numbered else super().name_hashes()

@@ -18,6 +18,7 @@ from pycls_fast.data.source import ColumnSource, Opening
 from pycls_fast.data.sources.base import Images, Subset, number_groups
 from pycls_fast.data.sources.files import (
     ENCODING,
+    EXTENSIONS,
     NO_LABEL,
     SPLIT_OF,
     FileImages,
@@ -71,9 +72,11 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
         source = FileImages(base, index.names, index.labels)
         source.groups = index.more.get("groups")
         first = [source.name(number) for number in range(min(len(source), _LOOKED_FOR))]
+        ending = _missing_ending(first)
         # Those of a test are perhaps not there yet.
-        if split != "test" and first and not any(exists(Path(name)) for name in first):
-            refuse([f"{path}: no {first[0]}, nor the next ones; paths have their endings and begin at data.root"])
+        if ending is None and split != "test" and first:
+            refuse([f"{path}: no {first[0]}, with or without .jpg, nor the next ones; paths begin at data.root"])
+        source.ending = ending or ""
         parts: dict[str, Images] = {split: source}
         numbers = np.unique(index.more.get("splits", ())).tolist()
         # Beside other tables, a column that says the same of all images says no more than the table's name.
@@ -83,6 +86,12 @@ def open_manifest(root: str | Path, data: ColumnSource, how: Opening, path_colum
         refuse(f"{path}: another table has {name} images, too; choose with data.train=" for name in sorted(twice))
         opened |= parts
     return opened
+
+
+def _missing_ending(names: Sequence[str]) -> str | None:
+    """What names lack of those of files that are there; None if there are none. Tables of competitions have ids."""
+    endings = ("", *EXTENSIONS, *map(str.upper, EXTENSIONS))
+    return next((ending for ending in endings if any(exists(Path(name + ending)) for name in names)), None)
 
 
 def _read_table(path: Path, stamp: dict[str, Any], *, is_test: bool) -> Index:
