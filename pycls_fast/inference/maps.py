@@ -134,7 +134,8 @@ def attention_maps(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     with explicit_attention(vit, seen.append):
         vit(images_BCHW)
     # Attention pooling has one query over only the patches.
-    return _on_grid(vit, seen[-1][:, :, 0] if vit.classifier == "map" else _mean_over_read_tokens(vit, seen[-1]))
+    last_BHN = seen[-1][:, :, 0] if vit.classifier == "map" else _mean_over_read_tokens(vit, seen[-1])
+    return last_BHN.unflatten(-1, vit.grid)
 
 
 def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -162,9 +163,9 @@ def attention_rollout(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
     with explicit_attention(vit, multiply):
         vit(images_BCHW)
-    if vit.classifier == "map":
-        return _on_grid(vit, flow_BNN[:, 0, vit.extra_tokens :])
-    return _on_grid(vit, _mean_over_read_tokens(vit, flow_BNN))
+    pooled = vit.classifier == "map"
+    flow_BN = flow_BNN[:, 0, vit.extra_tokens :] if pooled else _mean_over_read_tokens(vit, flow_BNN)
+    return flow_BN.unflatten(-1, vit.grid)
 
 
 def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -175,18 +176,18 @@ def patch_features(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     Raises:
         UserError: another model.
     """
-    seen: list[Tensor] = []
     if isinstance(model, ResNet):
-        with _hooked(model.stages[-1], seen):
-            model(images_BCHW)
-        # (B, D, h, w) -> (B, h, w, D)
-        return seen[0].permute(0, 2, 3, 1)
+        maps_BDhw = model.stem(images_BCHW)
+        for stage in model.stages:
+            maps_BDhw = stage(maps_BDhw)
+        return maps_BDhw.permute(0, 2, 3, 1)
     vit = _transformer(model, "features", or_resnet=True)
-    with _hooked(vit.blocks[-1], seen):
-        vit(images_BCHW)
+    features_BND = vit.enter(images_BCHW)
+    for block in vit.blocks:
+        features_BND = block(features_BND)
     # (N, B, D) -> (B, N, D)
-    features_BND = seen[0].transpose(0, 1) if vit.batch_dim == 1 else seen[0]
-    return _on_grid(vit, vit.norm(features_BND[:, vit.extra_tokens : vit.tokens]), token_dim=1)
+    features_BND = features_BND.transpose(0, 1) if vit.batch_dim == 1 else features_BND
+    return vit.norm(features_BND[:, vit.extra_tokens : vit.tokens]).unflatten(1, vit.grid)
 
 
 def class_maps(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
@@ -267,8 +268,7 @@ def principal_components(features_BhwD: Tensor) -> Tensor:
     low_C, high_C = scores_PC.quantile(0.01, dim=0), scores_PC.quantile(0.99, dim=0)
     # A component without any spread carries no information: grey.
     spread_C = high_C - low_C
-    scaled_PC = ((scores_PC - low_C) / spread_C.clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
-    scaled_PC = torch.where(spread_C > 1e-12, scaled_PC, 0.5)
+    scaled_PC = torch.where(spread_C > 1e-12, ((scores_PC - low_C) / spread_C).clamp(0, 1), 0.5)
     return F.pad(scaled_PC, (0, 3 - scaled_PC.shape[1]), value=0.5).unflatten(0, features_BhwD.shape[:3])
 
 
@@ -300,15 +300,6 @@ def explicit_attention(model: VisionTransformer, visit: Callable[[Tensor], None]
             module.kernel = before
 
 
-@contextmanager
-def _hooked(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _transformer(model: nn.Module, kind: str, *, or_resnet: bool = False) -> VisionTransformer:
     if not isinstance(model, VisionTransformer):
         others = " and ResNets" if or_resnet else ""
@@ -323,7 +314,3 @@ def _mean_over_read_tokens(vit: VisionTransformer, matrix: Tensor) -> Tensor:
         slice(vit.extra_tokens, None) if vit.classifier != "token" else slice(1 + (vit.distillation_token is not None))
     )
     return to_patches[..., read, :].mean(dim=-2)
-
-
-def _on_grid(vit: VisionTransformer, values: Tensor, token_dim: int = -1) -> Tensor:
-    return values.unflatten(token_dim, vit.grid)
