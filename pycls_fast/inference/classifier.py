@@ -241,9 +241,6 @@ class Classifier:
             UserError: at the first image: no images, an unsupported kind of image, or an image that cannot be read.
         """
         one_of("tta", tta, ("none", "flip"))
-        for name, value in (("topk", topk), ("batch_size", batch_size), ("every", every)):
-            if value is not None and value <= 0:
-                raise UserError(f"{name}: must be greater than 0; got {value}")
         if threshold is not None and not 0 <= threshold <= 1:
             raise UserError(f"threshold: must be from 0 to 1; got {threshold}")
         source = images if isinstance(images, GivenImages) else self.given(images, every)

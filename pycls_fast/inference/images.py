@@ -198,24 +198,21 @@ def find_images(words: Iterable[str], every: float = 1.0) -> list[Path | Address
         # A name that begins with "~" but is not a user's home is an ordinary name.
         path, here = user_path(word), list[Path | Address]()
         problem = "is not a file, a folder or a pattern that matches images"
-        try:
-            if is_remote(word):
-                here = [Address(name) for name in (list_files(word) if "*" in word else [word])]
-            elif path.is_dir():
-                # Compared as text: hashes of a million paths take a minute.
-                names = list(files_below(str(path), (*EXTENSIONS, *VIDEOS, *UNREAD_EXTENSIONS)))
-                unread = [name for name in names if name.lower().endswith(UNREAD_EXTENSIONS)]
-                note_unread(path, Counter(Path(name).suffix.lower() for name in unread))
-                here = sorted(Path(name) for name in names if not name.lower().endswith(UNREAD_EXTENSIONS))
-                problem = f"holds no images ({' '.join(EXTENSIONS)})"
-            elif path.exists():
-                here = [path]
-            else:
-                matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
-                of_images = (each for each in matches if each.name.lower().endswith((*EXTENSIONS, *VIDEOS)))
-                here = sorted(each for each in of_images if each.is_file() and not each.name.startswith("."))
-        except OSError as error:
-            here, problem = [], f"{problem} ({error.strerror})"
+        if is_remote(word):
+            here = [Address(name) for name in (list_files(word) if "*" in word else [word])]
+        elif path.is_dir():
+            # Compared as text: hashes of a million paths take a minute.
+            names = list(files_below(str(path), (*EXTENSIONS, *VIDEOS, *UNREAD_EXTENSIONS)))
+            unread = [name for name in names if name.lower().endswith(UNREAD_EXTENSIONS)]
+            note_unread(path, Counter(Path(name).suffix.lower() for name in unread))
+            here = sorted(Path(name) for name in names if not name.lower().endswith(UNREAD_EXTENSIONS))
+            problem = f"holds no images ({' '.join(EXTENSIONS)})"
+        elif path.exists():
+            here = [path]
+        else:
+            matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
+            of_images = (each for each in matches if each.name.lower().endswith((*EXTENSIONS, *VIDEOS)))
+            here = sorted(each for each in of_images if each.is_file() and not each.name.startswith("."))
         found += frames_of(here, every)
         if not here:
             mistakes.append(f"images: {word} {problem}")

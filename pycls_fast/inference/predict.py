@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -95,12 +95,9 @@ def collect(images: Sequence[str], every: float = 1.0) -> list[Path | Address | 
     """The files that the command line names; those listed on standard input need not exist."""
     listed: list[Path | Address] = []
     if "-" in images:
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            # As in arguments: names need not be UTF-8.
-            sys.stdin.reconfigure(errors="surrogateescape")
-        # NUL ends the names of `find -print0`.
-        lines = [line for line in re.split(r"\r?\n|\0", sys.stdin.read()) if line.strip()]
-        listed = [Address(line) if is_remote(line) else Path(line) for line in lines]
+        # Names need not be UTF-8; NUL ends those of `find -print0`.
+        lines = re.split(r"\r?\n|\0", os.fsdecode(sys.stdin.buffer.read()))
+        listed = [Address(line) if is_remote(line) else Path(line) for line in lines if line.strip()]
     return [*find_images((word for word in images if word != "-"), every), *frames_of(listed, every)]
 
 

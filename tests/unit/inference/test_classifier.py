@@ -239,17 +239,11 @@ def test_mistakes(run_dir: Path, tmp_path: Path, pixels: np.ndarray) -> None:
     ):
         with pytest.raises(UserError, match=line):
             pycls_fast.load(source, **settings)  # type: ignore[arg-type]
-    classifier, positive = pycls_fast.load(run_dir), "must be greater than 0; got"
-    mistakes: list[tuple[dict[str, Any], str]] = [
-        ({"tta": "mirror"}, "tta: must be one of none, flip; got mirror"),
-        ({"topk": 0}, f"topk: {positive} 0"),
-        ({"batch_size": -1}, f"batch_size: {positive} -1"),
-        ({"every": 0.0}, f"every: {positive} 0.0"),
-        ({"threshold": 70}, "threshold: must be from 0 to 1; got 70"),
-    ]
-    for options, line in mistakes:
-        with pytest.raises(UserError, match=line):
-            classifier.predict(pixels, **options)
+    classifier = pycls_fast.load(run_dir)
+    with pytest.raises(UserError, match=r"tta: must be one of none, flip; got mirror"):
+        classifier.predict(pixels, tta="mirror")
+    with pytest.raises(UserError, match=r"threshold: must be from 0 to 1; got 70"):
+        classifier.predict(pixels, threshold=70)
 
 
 @pytest.mark.parametrize("name", ["timm:test_vit.r160_in1k", "torchvision:resnet18.IMAGENET1K_V1"])

@@ -184,12 +184,15 @@ def test_each_picture_on_the_sheet_has_its_own_words(
 def test_a_list_on_standard_input(
     run_dir: Path, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\n\n{bad / 'gone.png'}\n{bad / '1.png'}\n"))
+    def give(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    give(f"{bad / '3.png'}\n\n{bad / 'gone.png'}\n{bad / '1.png'}\n")
     assert run_tool("predict", run_dir, "-", "format=json") == 0
     said = capsys.readouterr()
     assert [Path(row["image"]).name for row in json.loads(said.out)["images"]] == ["3.png", "1.png"]
     assert "gone.png: cannot be read: No such file or directory" in said.err
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{bad / '3.png'}\0file://{bad / '1.png'}\0"))
+    give(f"{bad / '3.png'}\0file://{bad / '1.png'}\0")
     assert run_tool("predict", run_dir, "-", "format=json") == 0
     assert [Path(row["image"]).name for row in json.loads(capsys.readouterr().out)["images"]] == ["3.png", "1.png"]
 
