@@ -539,20 +539,16 @@ def test_positions_of_tokens_move_where_the_other_model_keeps_them() -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize(("side", "position_tokens"), [(3, "patches"), (2, "all")])
-def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(side: int, position_tokens: str) -> None:
-    """Nine rows are those of 3 x 3 patches, or of 2 x 2 patches and five tokens."""
-    theirs = small_timm(img_size=side * PATCH, reg_tokens=4, no_embed_class=position_tokens == "patches")
-    assert theirs.pos_embed.shape[1] == 9
-    ours = small(image_size=side * PATCH, registers=4, position_tokens=position_tokens)
-    assert not load(ours, saved(theirs)).adapted
-    assert_same(ours, theirs, side * PATCH)
-
-
-def test_rows_of_patches_that_are_no_square_are_read_as_the_model_has_them() -> None:
-    """25 rows are those of 5 x 5 patches, or of 4 x 6 patches and the class token."""
-    size = (4 * PATCH, 6 * PATCH)
-    theirs, ours = small_timm(img_size=size), small(image_size=size)
+@pytest.mark.parametrize(
+    ("grid", "registers", "position_tokens"), [((3, 3), 4, "patches"), ((2, 2), 4, "all"), ((4, 6), 0, "all")]
+)
+def test_rows_that_fit_two_grids_are_read_as_the_model_has_them(
+    grid: tuple[int, int], registers: int, position_tokens: str
+) -> None:
+    """Nine are those of 3 x 3 patches or of 2 x 2 and five tokens; 25 of 5 x 5 or of 4 x 6 and the class token."""
+    size = (grid[0] * PATCH, grid[1] * PATCH)
+    theirs = small_timm(img_size=size, reg_tokens=registers, no_embed_class=position_tokens == "patches")
+    ours = small(image_size=size, registers=registers, position_tokens=position_tokens)
     assert not load(ours, saved(theirs)).adapted
     assert_same(ours, theirs, size)
 

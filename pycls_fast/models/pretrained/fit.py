@@ -298,14 +298,11 @@ def _fit_positions(
     theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
     ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
     placed = sum(theirs.values())
-    if size is None:
-        size = Size(1, 1)
-        # 4 x 6 patches and a class token have as many rows as 5 x 5 patches.
-        if in_front and theirs == ours and len(rows) == shapes[name][0] and not _grid(len(rows) - placed, size):
-            return
-    # The number of rows may fit with and without tokens, as 9 does for 3 x 3 patches and for 2 x 2 with five tokens;
-    # then they are taken to be what the network has.
-    if not _grid(len(rows) - placed, size) or (_grid(len(rows), size) and not in_front):
+    # Then they are as the network has them: 4 x 6 patches and a class token have as many rows as 5 x 5 patches.
+    if size is None and theirs == ours and len(rows) == shapes[name][0]:
+        return
+    size = size or Size(1, 1)
+    if not _grid(len(rows) - placed, size):
         placed = 0
     patches = rows[placed:]
     before = _grid(len(patches), size)
