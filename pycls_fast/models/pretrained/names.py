@@ -94,14 +94,11 @@ _HEADS = ("head", "head_dist")
 
 def _join_heads(state: State) -> State:
     """DeiT's two heads as our one, with the weights side by side and the mean of the biases: the same output."""
-    weights, biases = (
-        [state[f"{head}.{kind}"] for head in _HEADS if f"{head}.{kind}" in state] for kind in ("weight", "bias")
-    )
-    shapes = {(tuple(weight.shape), tuple(bias.shape)) for weight, bias in zip(weights, biases, strict=False)}
-    if len(weights) < 2 or len(biases) < 2 or len(shapes) > 1 or weights[0].ndim != 2:
+    if "head.weight" not in state or "head_dist.weight" not in state:
         return state
     rest = {name: value for name, value in state.items() if not name.startswith("head_dist.")}
-    return {**rest, "head.weight": torch.cat(weights, dim=1), "head.bias": (biases[0] + biases[1]) / 2}
+    weight_K2D = torch.cat([state["head.weight"], state["head_dist.weight"]], dim=1)
+    return {**rest, "head.weight": weight_K2D, "head.bias": (state["head.bias"] + state["head_dist.bias"]) / 2}
 
 
 def to_resnet(state: State, *, shortcut: str = "conv") -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pycls_fast.errors import UserError, first_few, first_line, refusing
@@ -220,7 +221,7 @@ def read_weights(source: str, about: Description | None = None) -> ReadWeights:
         )
     try:
         if path.suffix == ".safetensors":
-            read = _read_safetensors(source, path)
+            read = ReadWeights(source, plain=_bare(load_file(path)))
         elif path.suffix == ".npz":
             read = ReadWeights(source, plain=_read_npz(path))
         else:
@@ -249,15 +250,6 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
     return replace(read, layout=layout, tensors=tensors, unknown=tuple(unknown), traits=traits)
-
-
-def _read_safetensors(source: str, path: Path) -> ReadWeights:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        about = file.metadata() or {}
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    return ReadWeights(source, plain=_bare(state), part=about.get("weights", ""))
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from pycls_fast.errors import UserError, did_you_mean, refuse, refusing
@@ -93,30 +94,17 @@ def timm_traits(name: str, model: Any) -> Traits:
 
 def pycls_traits(settings: str) -> Traits:
     """Traits of a model of pycls, from the configuration of its run."""
-    found = _sections(settings)
+    found = yaml.safe_load(settings) or {}
     kind, resnet = found.get("MODEL", {}).get("TYPE"), found.get("RESNET", {})
     # pycls reads ImageNet's images with OpenCV and keeps its channel order (`datasets/imagenet.py`, all versions), also
     # for the published weights; FFCV's images and CIFAR-10's are red, green, blue.
     by_ffcv = found.get("DATA_LOADER", {}).get("MODE") == "ffcv"
     traits = Traits(bgr=not by_ffcv and found.get("TRAIN", {}).get("DATASET") != "cifar10")
     if kind == "vit":
-        heads, eps = found.get("VIT", {}).get("NUM_HEADS"), found.get("LN", {}).get("EPS")
-        traits = replace(traits, heads=heads if isinstance(heads, int) else None)
-        return replace(traits, norm_eps=eps if isinstance(eps, float) else None)
+        return replace(traits, heads=found.get("VIT", {}).get("NUM_HEADS"), norm_eps=found.get("LN", {}).get("EPS"))
     if kind == "resnet" and resnet.get("STRIDE_1X1") and resnet.get("TRANS_FUN") == "bottleneck_transform":
         return replace(traits, unlike="makes maps smaller in its 1x1 convolutions (RESNET.STRIDE_1X1)")
     return traits
-
-
-def _sections(settings: str) -> dict[str, Mapping[str, Any]]:
-    """The sections of a run's configuration, which a checkpoint holds as YAML; empty if it is something else."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(settings)
-    except yaml.YAMLError:
-        return {}
-    return {name: part for name, part in found.items() if isinstance(part, dict)} if isinstance(found, dict) else {}
 
 
 def check_settings(network: nn.Module, traits: Traits, source: str, *, with_head: bool) -> None:
