@@ -116,7 +116,8 @@ def find_blocks(network: Any, num_classes: int, image_size: Size) -> tuple[list[
     Raises:
         ValueError: the output is not one logit per class. Layers that the images do not fit raise other errors.
     """
-    candidates = _outermost(_matched(network) or _repeated(network))
+    found = _matched(network) or _repeated(network)
+    candidates = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     meta = meta_copy(network).eval()
     is_unit: dict[str, bool] = {}
 
@@ -181,10 +182,6 @@ def _repeated(network: nn.Module) -> list[str]:
             if kinds.count(type(child)) > 1 and any(True for _ in child.parameters())
         ]
     return found
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 class TimmNetwork(ExternalNetwork):
