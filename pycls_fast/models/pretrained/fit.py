@@ -267,11 +267,7 @@ def _fit_norm(
 
 
 # In the order of their rows of positions, which precede those of the patches.
-_TOKENS = {
-    "class_token.value": "class token",
-    "distillation_token.value": "distillation token",
-    "registers.value": "registers",
-}
+_TOKENS = ("class_token.value", "distillation_token.value", "registers.value")
 
 
 def _fit_positions(
@@ -297,31 +293,28 @@ def _fit_positions(
     in_front = network.position_tokens == "all"
     theirs = {token: tensors[token].numel() // width for token in _TOKENS if token in tensors}
     ours = {token: math.prod(shapes[token]) // width for token in _TOKENS if token in shapes}
-    placed = sum(theirs.values())
     # Then they are as the network has them: 4 x 6 patches and a class token have as many rows as 5 x 5 patches.
     if size is None and theirs == ours and len(rows) == shapes[name][0]:
         return
     size = size or Size(1, 1)
-    if not _grid(len(rows) - placed, size):
-        placed = 0
-    patches = rows[placed:]
-    before = _grid(len(patches), size)
-    token_rows = rows[:placed].split(list(theirs.values())) if placed else ()
-    found = dict(zip(theirs, token_rows, strict=False))
+    if not _grid(len(rows) - sum(theirs.values()), size):
+        # Only patches have positions.
+        theirs = {}
+    count = len(rows) - sum(theirs.values())
+    before = _grid(count, size)
     if before is None:
         return
-    front, said = [], []
-    for token, called in _TOKENS.items():
-        if in_front and token in ours:
-            fits = token in found and len(found[token]) == ours[token]
-            front.append(found[token] if fits else rows.new_zeros(ours[token], width))
-            said += [] if fits else [f"zeros in front for the {called}"]
-        elif token in found and token in ours:
+    *of_tokens, patches = rows.split([*theirs.values(), count])
+    found = dict(zip(theirs, of_tokens, strict=True))
+    front = []
+    if in_front:
+        for token, many in ours.items():
+            front.append(found[token] if theirs.get(token) == many else rows.new_zeros(many, width))
+    else:
+        for token in found.keys() & ours.keys():
             tensors[token] = tensors[token] + found[token].reshape(tensors[token].shape)
             fitted.note(token, "its position added")
-            said.append(f"the rows of the {called} moved there")
-        elif token in found:
-            said.append(f"without the rows of the {called}")
+    said = [] if theirs == (ours if in_front else {}) else ["arranged for the model's tokens"]
     if before != network.grid:
         from timm.layers import resample_abs_pos_embed
 
