@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -21,7 +20,7 @@ from pycls_fast.inference.classifier import Classifier, float32_convolutions, lo
 from pycls_fast.inference.images import GivenImages
 from pycls_fast.inference.predict import collect, percent, report_unreadable
 from pycls_fast.models.external import TimmNetwork
-from pycls_fast.models.layers import Attention, attention_probabilities
+from pycls_fast.models.layers import attention_probabilities
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import Block, VisionTransformer
 from pycls_fast.train.contact_sheet import Cell, write_sheets
@@ -278,25 +277,22 @@ def explicit_attention(model: VisionTransformer, visit: Callable[[Tensor], None]
 
     They are (B, H, N, N), without padding; a MAP head's come last, (B, H, 1, patches).
     """
-    tokens, padded = model.tokens, model.tokens if model.padding else None
-    modules: list[tuple[Attention, int | None]] = [
-        (block.attention, padded) for block in model.blocks if isinstance(block, Block)
-    ]
+    modules = [block.attention for block in model.blocks if isinstance(block, Block)]
     if model.pooling is not None:
-        modules.append((model.pooling.attention, None))
-    kernels = [module.kernel for module, _ in modules]
+        modules.append(model.pooling.attention)
+    kernels = [module.kernel for module in modules]
 
-    def written_out(keys: int | None, queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor) -> Tensor:
+    def written_out(queries_BHNE: Tensor, keys_BHNE: Tensor, values_BHNE: Tensor, *, keys: int | None = None) -> Tensor:
         probabilities_BHNN = attention_probabilities(queries_BHNE, keys_BHNE, keys=keys)
-        visit(probabilities_BHNN[:, :, :tokens, :tokens])
+        visit(probabilities_BHNN[:, :, : model.tokens, : model.tokens])
         return probabilities_BHNN @ values_BHNE
 
     try:
-        for module, keys in modules:
-            module.kernel = partial(written_out, keys)
+        for module in modules:
+            module.kernel = written_out
         yield
     finally:
-        for (module, _), before in zip(modules, kernels, strict=True):
+        for module, before in zip(modules, kernels, strict=True):
             module.kernel = before
 
 

@@ -209,8 +209,7 @@ class Attention(nn.Module):
         self.head_width = width // heads
         self.fused = compute.qkv == "fused"
         self.batch_dim = compute.batch_dim
-        kernel = ATTENTION[compute.attention]
-        self.kernel = kernel if keys is None else partial(kernel, keys=keys)
+        self.kernel, self.keys = ATTENTION[compute.attention], keys
         self.linear = LINEAR[compute.linear]
         self.query, self.key, self.value = (linear_layer(width, width, compute.linear) for _ in range(3))
         self.query_norm = nn.LayerNorm(width // heads, eps=norm_eps) if qk_norm else None
@@ -236,7 +235,7 @@ class Attention(nn.Module):
             keys_BHNE = self._split(self.key(features_BND))
             values_BHNE = self._split(self.value(features_BND))
         queries_BHNE, keys_BHNE = self._normed(queries_BHNE, keys_BHNE)
-        return self.projection(self._merge(self.kernel(queries_BHNE, keys_BHNE, values_BHNE)))
+        return self.projection(self._merge(self.kernel(queries_BHNE, keys_BHNE, values_BHNE, keys=self.keys)))
 
     def attend(self, query_D: Tensor, features_BND: Tensor) -> Tensor:
         """One query, the same for all samples, attends to the features: (D,), (B, N, D) -> (B, D)."""
