@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Deployable(nn.Module):
     mean_C11: Tensor
     std_C11: Tensor
 
-    def __init__(self, model: Network, about: About) -> None:
+    def __init__(self, model: nn.Module, about: About) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).cpu().float().eval()
         self.register_buffer("mean_C11", 255.0 * torch.tensor(about.how["mean"]).view(-1, 1, 1))
@@ -351,19 +351,19 @@ def compare_with_file(model: Network, path: Path, about: About, images_NCHW: Ten
         path: an exported file, or timm's folder.
         images_NCHW: uint8.
     """
-    # timm's folder may have any name.
-    exported: Predict = Deployable(_from_timm(path), about) if path.is_dir() else open_exported(path)[0]
+    exported: Predict
+    if path.is_dir():
+        # timm's folder may have any name.
+        import timm
+
+        exported = Deployable(timm.create_model(f"local-dir:{path}", pretrained=True), about)
+    else:
+        exported, _ = open_exported(path)
     network, parts = Deployable(model, about), images_NCHW.split(_BATCH)
     expected_NK, found_NK = (torch.cat([each(part) for part in parts]) for each in (network, exported))
     same = int((expected_NK.argmax(1) == found_NK.argmax(1)).sum())
     # The logits of a head of zeros, with which training may begin, are all 0.
     return same, float((expected_NK - found_NK).abs().max() / (expected_NK.abs().max() or 1.0))
-
-
-def _from_timm(folder: Path) -> Any:
-    import timm
-
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def quantize(path: Path, images_NCHW: Tensor) -> None:
@@ -377,13 +377,11 @@ def quantize(path: Path, images_NCHW: Tensor) -> None:
         from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self._batches: Iterator[Tensor] = iter(images_NCHW.split(_BATCH))
+    batches = ({"images": images_BCHW.numpy()} for images_BCHW in images_NCHW.split(_BATCH))
 
+    class Reader(CalibrationDataReader):
         def get_next(self) -> dict[str, Any] | None:
-            images_BCHW = next(self._batches, None)
-            return None if images_BCHW is None else {"images": images_BCHW.numpy()}
+            return next(batches, None)
 
     simplified = path.with_stem("simplified")
     # It warns of each weight with a single axis, as those of norms, which it then quantizes as a whole.

@@ -43,10 +43,9 @@ class TokenConvStem(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal with variance 2 / output channels, the last 1 / output channels: pycls' `init_weights_vit`, main."""
+        conv: Any
+        norm: Any
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            assert isinstance(conv, nn.Conv2d)
-            # This includes SyncBatchNorm.
-            assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
             nn.init.normal_(conv.weight, std=math.sqrt(2.0 / conv.out_channels))
             norm.reset_parameters()
         nn.init.normal_(self.projection.weight, std=math.sqrt(1.0 / self.projection.out_channels))

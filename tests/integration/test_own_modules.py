@@ -15,7 +15,6 @@ import yaml
 from safetensors.torch import save_file
 
 import pycls_fast
-from pycls_fast import build
 from pycls_fast.config import load_config
 from pycls_fast.config.compose import import_modules
 from pycls_fast.config.reuse import saved_with_weights
@@ -82,18 +81,6 @@ def test_a_model_of_the_users_own_trains_and_is_loaded(here: Path, digits: Path)
     logits = pycls_fast.load("run").logits(image)
     assert logits.shape == (1, 10)
     assert torch.equal(pycls_fast.load("net.safetensors").logits(image), logits)
-
-
-def test_a_model_that_does_not_name_its_last_layer(here: Path) -> None:
-    # timm forgets no model: each test has its own name for it.
-    name = f"tiny_of_{here.name}"
-    text = MODEL.replace('self.default_cfg = {"classifier": "head"}', "pass").replace("tiny_of_this_test", name)
-    (here / "my_nets.py").write_text(text)
-    import_modules(["my_nets"])
-    config = load_config("vit_digits", ["model=timm", f"model.name={name}"])
-    line = r"^model.name: tiny_of_.* is None\); .* in your own: self.default_cfg = {'classifier': 'head'}$"
-    with pytest.raises(UserError, match=line):
-        build.model(config, 10, build.switches(config, torch.device("cpu")))
 
 
 def test_a_file_of_weights_that_names_modules_imports_nothing(here: Path) -> None:

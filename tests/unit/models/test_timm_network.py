@@ -103,7 +103,11 @@ def test_blocks_of_several_arguments_are_layers_with_the_rates_that_timm_gives_t
     [
         ("resnet51x", {}, r"model.name: timm .* has no model resnet51x; did you mean "),
         ("resnet18.nowhere", {}, r"model.name: .* \(Invalid pretrained tag .*\); leave out the tag"),
-        ("deit_tiny_distilled_patch16_224", {}, "has no single linear classifier"),
+        (
+            "deit_tiny_distilled_patch16_224",
+            {},
+            r"has no single linear classifier .*, or name the last layer in your own: ",
+        ),
         ("vgg11", {"drop_path": 0.1}, r"timm's vgg11 refuses .*'drop_path_rate'\); correct model\.drop_path$"),
         ("resnet18", {"options": {"depth": 3}}, r"'depth'\); correct model\.options\.depth or data\.image_size$"),
         ("resnet18", {"options": {"act_layer": "nope"}}, r"timm's resnet18 refuses .*KeyError: 'nope'"),
