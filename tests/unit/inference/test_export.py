@@ -80,8 +80,8 @@ def test_what_another_program_has_to_know_is_in_the_file(run_dir: Path, tmp_path
 # Texts of the configuration that name no place on a machine.
 NO_PATHS = (
     "config_name", "weights_allow", "model.name", "model.options", "model.module", "data.dataset",
-    "data.path_column", "data.image_column", "data.label_column", "data.label_separator", "data.hub_config",
-    "optim.trainable", "precision.fp8_skip",
+    "data.path_column", "data.image_column", "data.label_column", "data.label_separator", "data.group_by",
+    "data.hub_config", "optim.trainable", "precision.fp8_skip",
 )  # fmt: skip
 
 
