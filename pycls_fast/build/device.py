@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import shutil
@@ -80,15 +79,9 @@ def autocast(config: RunConfig, device: torch.device) -> Callable[[], AbstractCo
     return partial(torch.autocast, device.type, dtype=DTYPES[kind])
 
 
-def _is_not_about_cuda_home(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("No CUDA runtime is found, using CUDA_HOME")
-
-
 def set_backend(config: RunConfig, device: torch.device, switches: Speed) -> None:
     """Apply process-wide settings: threads, malloc, float32 products in float32 or TF32, determinism if configured. A
-    `UserError` for TF32 or determinism that is not possible in this process."""
-    # Compiling for a CPU prints it where CUDA's compiler is installed.
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda_home)
+    `UserError` for TF32 that the device does not have."""
     _set_threads(config.runtime.threads, updates_on_host=switches.param_offload == "cpu")
     keep_freed_memory(switches.allocator == "keep")
     tf32 = level(config).tf32
@@ -97,11 +90,9 @@ def set_backend(config: RunConfig, device: torch.device, switches: Speed) -> Non
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not config.runtime.deterministic
-    if config.runtime.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        raise UserError(
-            "runtime.deterministic: cuBLAS is deterministic only with a fixed workspace; "
-            "start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
-        )
+    if config.runtime.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace; it and torch read this before the first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Also reset: a sweep runs several configurations in one process. (The call imports Inductor.)
     if torch.are_deterministic_algorithms_enabled() != config.runtime.deterministic:
         torch.use_deterministic_algorithms(config.runtime.deterministic)
