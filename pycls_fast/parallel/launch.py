@@ -47,7 +47,7 @@ def start_world(device: str, settings: Parallel) -> Iterator[World]:
 
     Raises:
         UserError: the device is not available, or the strategy or degrees do not fit the number of ranks.
-        SystemExit: an earlier world of this process was left without the other ranks, or not all ranks came.
+        SystemExit: not all ranks came.
     """
     rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     _note_lone_tasks()
@@ -118,9 +118,6 @@ def _check_divides(key: str, degree: int, ranks: int, which: str) -> None:
 def _join(group: ExitStack, world: World, backends: str, patience: int, timeout: timedelta) -> World:
     """The world with its process groups, which get this timeout; waits `patience` seconds for the other ranks."""
     rank, size = world.rank, world.size
-    if size > 1 and dist.is_initialized():
-        print(f"error: rank {rank}: an earlier run of this process lost the other ranks; start again", file=sys.stderr)
-        raise SystemExit(FAULT)
     # Each of gloo's groups takes a socket for every rank, and many shells begin with a limit of 1,024 files.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -159,12 +156,9 @@ def _leave() -> None:
 def _monitor(world: World, timeout_seconds: int) -> Monitor:
     # A random name, which no other run of this launch uses.
     name = f"monitor/{world.from_main(secrets.token_hex(4))}"
-
-    def connected() -> dist.Store:
-        # Its patience must be shorter than the ranks' own.
-        return dist.PrefixStore(name, connect(timedelta(seconds=30)))
-
-    return Monitor(connected, world.rank, world.size, timeout_seconds=timeout_seconds)
+    # Its patience must be shorter than the ranks' own.
+    store = dist.PrefixStore(name, connect(timedelta(seconds=30)))
+    return Monitor(store, world.rank, world.size, timeout_seconds=timeout_seconds)
 
 
 def _backends(settings: Parallel, device: torch.device) -> str:

@@ -25,8 +25,6 @@ from pycls_fast.errors import first_line
 
 _FOR_OTHERS = ", waiting for other ranks"
 _LEFT = "has left the run"
-# Attempts to reconnect after the connection is lost: the store's host may only have been slow.
-_ATTEMPTS = 3
 _WAITING = ("torch/distributed", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
 # A rank in these modules reads or writes files and waits for nobody: the collectives are in other modules.
 _FILES = "torch/distributed/checkpoint"
@@ -64,8 +62,7 @@ class Monitor:
     """Watches the progress of this rank's main thread; a context manager.
 
     Args:
-        connect: opens a connection to the store that the ranks share, only for the monitor's thread; called again if
-            the connection is lost.
+        store: a connection to the store that the ranks share, only for the monitor's thread.
         timeout_seconds: how long all ranks may make no progress while they are at different places, or some wait for
             others. Ranks that are all at the same place may be compiling; the backend's own timeout decides whether
             they hang.
@@ -74,15 +71,14 @@ class Monitor:
 
     def __init__(
         self,
-        connect: Callable[[], dist.Store],
+        store: dist.Store,
         rank: int,
         size: int,
         *,
         timeout_seconds: float,
         end: Callable[[], None] | None = None,
     ) -> None:
-        self._connect = connect
-        self._store = connect()
+        self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout_seconds
@@ -116,23 +112,17 @@ class Monitor:
         self._thread.join(timeout=2 * self._interval)
 
     def _watch(self) -> None:
-        lost = 0
         while not self._stop.wait(self._interval):
             try:
-                if lost:
-                    self._store = self._connect()
                 sent = self._send_heartbeat()
                 # `_hangs` takes a while: if the monitor was stopped meanwhile, the main thread made progress.
                 if sent.seconds >= self._timeout and self._hangs() and not self._stop.is_set():
                     self._report()
-                lost = 0
             except RuntimeError as error:
-                lost += 1
-                if lost > _ATTEMPTS:
-                    said = f"rank {self._rank} has lost its connection to the other ranks' monitors"
-                    only = "if ranks hang, only the timeouts of NCCL and gloo end them"
-                    print(f"note: {said} ({first_line(error)}); {only}", file=sys.stderr, flush=True)
-                    return
+                said = f"rank {self._rank} has lost its connection to the other ranks' monitors"
+                only = "if ranks hang, only the timeouts of NCCL and gloo end them"
+                print(f"note: {said} ({first_line(error)}); {only}", file=sys.stderr, flush=True)
+                return
         if self._left:
             # Ranks that still write their results do not hang. If the store is gone, so are the other ranks.
             with suppress(RuntimeError):

@@ -10,23 +10,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pycls_fast.errors import UserError, first_line, printable
 
-_T = TypeVar("_T")
 _CURRENT = "pycls_fast/round"
 # After this long, a user wants to know what a rank is waiting for.
 _NOTE_SECONDS = 10.0
-# Allows for an answer a little after the timeout.
-_GRACE_SECONDS = 5.0
 # The latest round of this process.
 _round: str | None = None
 
@@ -45,63 +39,32 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         # One rank needs no launcher.
         return dist.HashStore()
     global _round
-    until = time.monotonic() + timeout.total_seconds()
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     line = f"note: rank {rank} of {size} waits for the others at {where}, for up to {timeout.total_seconds():g} s"
     note = threading.Timer(_NOTE_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.start()
-
-    def join() -> tuple[dist.Store, str]:
-        _await_master(rank, timeout)
-        store, _, _ = next(rendezvous("env://", timeout=_left(until)))
-        return store, meet(store, rank, size, _left(until))
-
     try:
-        store, _round = _with_timeout(join, timeout)
+        _await_master(rank, timeout)
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        _round = meet(store, rank, size, timeout)
     finally:
         note.cancel()
     store.set_timeout(timeout)
     return dist.PrefixStore(_round, store)
 
 
-def _with_timeout(action: Callable[[], _T], timeout: timedelta) -> _T:
-    """What the action returns or raises; an error after the timeout.
-
-    The action has the same timeout, but torch ignores it while a store whose process has stopped does not answer.
-    """
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return future.result(timeout.total_seconds() + _GRACE_SECONDS)
-    except TimeoutError:
-        raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s for an answer of rank 0") from None
-
-
-def _left(until: float) -> timedelta:
-    # torch's stores wait for ever if it is 0.
-    return timedelta(seconds=max(until - time.monotonic(), 0.1))
-
-
 def _await_master(rank: int, timeout: timedelta) -> None:
     """Wait until something listens at the master's address: torch prints fifty C++ functions for each failure."""
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # This rank opens the store.
+        return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            if is_master:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, port), timeout=10).close()
+            socket.create_connection((host, port), timeout=10).close()
             return
-        except (OSError, UnicodeError) as error:
+        except OSError as error:
             if time.monotonic() > until:
                 reason = f"waited {timeout.total_seconds():g} s for {host}:{port}: {first_line(error)}"
                 raise dist.DistStoreError(reason) from error
@@ -165,22 +128,20 @@ _PATIENCE = timedelta(seconds=5)
 def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
     """Print the error unless the node's first rank, which prints its own errors, has hit the same one.
 
-    If several ranks hit it, one prints. Call this before the other ranks can notice that this one leaves: then they
-    end, and the launcher ends this one. If the store cannot be reached, every rank prints: better twice than never.
+    Call this before the other ranks can notice that this one leaves: then they end, and the launcher ends this one. If
+    the store cannot be reached, every rank prints: better twice than never.
 
     Returns whether all ranks have hit this error, within `patience`.
     """
     rank, local_rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if size < 2 or "MASTER_ADDR" not in os.environ:
-        return size < 2
+    if size < 2:
+        return True
     # The round names these processes; before they meet, the agent's count does, which may differ between nodes.
     attempt = _round or f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     text = hashlib.sha256("\n".join(error.lines).encode()).hexdigest()
     everywhere = f"pycls_fast/mistake/{attempt}/{text}"
     here = f"{everywhere}/node {os.environ.get('GROUP_RANK', '0')}"
-
-    def ask() -> tuple[bool, bool]:
-        """Whether all ranks have hit it, and whether another one prints it, or this one when it ends."""
+    try:
         store = connect(patience)
         if local_rank == 0:
             store.set(here, "told")
@@ -191,19 +152,14 @@ def report_mistake(error: UserError, patience: timedelta = _PATIENCE) -> bool:
             store.set(everyone, "here")
         with suppress(dist.DistStoreError):
             store.wait([everyone], patience)
-            return True, True
-        if local_rank == 0 or store.check([here]):
-            return False, True
-        return False, store.compare_set(f"{here}/alone", "", str(rank)) != str(rank).encode()
-
-    try:
-        all_hit_it, another_prints = _with_timeout(ask, patience)
+            return True
+        is_told = store.check([here])
     except dist.DistError:
-        all_hit_it, another_prints = False, local_rank == 0
-    if not another_prints:
+        is_told = False
+    if local_rank > 0 and not is_told:
         lines = (printable(f"error: rank {rank}: {line}") for line in error.lines)
         print(*lines, sep="\n", file=sys.stderr, flush=True)
-    return all_hit_it
+    return False
 
 
 def lost_ranks(error: BaseException) -> str | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,7 @@ class Rank:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.ended = threading.Event()
-        self.monitor = Monitor(lambda: store, rank, size, timeout_seconds=timeout, end=self.end)
+        self.monitor = Monitor(store, rank, size, timeout_seconds=timeout, end=self.end)
 
     def end(self) -> None:
         self.ended.set()
@@ -129,27 +130,13 @@ def test_a_rank_that_says_nothing_any_more_is_called_silent(capsys: pytest.Captu
     assert "rank 1: no sign of life; last seen at: starting" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_lost_connection_is_opened_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """Then the heartbeats of this rank continue; if it cannot be opened again, the rank says so."""
-    beats: list[str] = []
-    connections = [3, 5]
+def test_a_lost_connection_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(key: str, value: str) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
 
-    def connect() -> SimpleNamespace:
-        if not connections:
-            raise dist.DistNetworkError("Connection refused")
-        last = connections.pop(0)
-
-        def send(key: str, value: str) -> None:
-            if len(beats) == last:
-                raise dist.DistNetworkError("Connection reset by peer")
-            beats.append(value)
-
-        return SimpleNamespace(set=send)
-
-    with Monitor(connect, 0, 1, timeout_seconds=2.0) as monitor:
+    store: Any = SimpleNamespace(set=refuse)
+    with Monitor(store, 0, 1, timeout_seconds=2.0) as monitor:
         monitor._thread.join(20)
         assert not monitor._thread.is_alive()
-    assert len(beats) == 5
     said = capsys.readouterr().err
-    assert said.startswith("note: rank 0 has lost its connection to the other ranks' monitors (Connection refused); ")
+    assert said.startswith("note: rank 0 has lost its connection to the other ranks' monitors (Connection reset by ")
