@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,18 +18,11 @@ from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.world import World
 
 
-class _Sum(torch.autograd.Function):
-    """All-reduce sum, whose gradient is an all-reduce sum too."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _Sum.forward(ctx, gradient)
+def _sum(value: Tensor) -> Tensor:
+    """Over all ranks, with a gradient."""
+    ranks = dist.group.WORLD
+    assert ranks is not None
+    return all_reduce(value, "sum", ranks)
 
 
 class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -45,9 +39,9 @@ class HostSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         maps_BCM = maps_BCM if input.dtype == torch.float64 else maps_BCM.float()
         # Every rank has a microbatch of the same size.
         count = maps_BCM.shape[0] * maps_BCM.shape[2] * dist.get_world_size()
-        mean_C: Tensor = _Sum.apply(maps_BCM.sum(dim=(0, 2))) / count
+        mean_C = _sum(maps_BCM.sum(dim=(0, 2))) / count
         centred_BCM = maps_BCM - mean_C[:, None]
-        variance_C: Tensor = _Sum.apply(centred_BCM.square().sum(dim=(0, 2))) / count
+        variance_C = _sum(centred_BCM.square().sum(dim=(0, 2))) / count
         self._follow(mean_C.detach(), variance_C.detach() * (count / (count - 1)))
         scale_C = torch.rsqrt(variance_C + self.eps)
         out_BCM = centred_BCM * (self.weight * scale_C if self.affine else scale_C)[:, None]
