@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -243,7 +242,7 @@ def has_compiler(kind: Device) -> bool:
         commands = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     else:
         # It may be set to nothing, which finds no compiler.
-        commands = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[:1]
+        commands = os.environ.get("CXX", "g++").split()[:1]
     header = Path(sysconfig.get_path("include", scheme="posix_prefix")) / "Python.h"
     return any(shutil.which(command) for command in commands) and header.is_file()
 

@@ -146,7 +146,6 @@ class HostOptimizer(Optimizer):
             for parameter, copy in self._pairs:
                 copy.copy_(parameter)
             self._is_current = True
-        devices = set()
         for parameter, copy in self._pairs:
             if parameter.grad is None:
                 copy.grad = None
@@ -154,10 +153,8 @@ class HostOptimizer(Optimizer):
             if copy.grad is None:
                 copy.grad = _host_like(parameter)
             copy.grad.copy_(parameter.grad, non_blocking=True)
-            devices.add(parameter.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             _set_group_lr(inner, group["lr"])
         self.inner.step()

@@ -305,6 +305,5 @@ def keep_freed_memory(keep: bool) -> None:
         return
     libc = ctypes.CDLL(None)
     for parameter, value in (_KEPT if keep else _RETURNED).items():
-        if libc.mallopt(parameter, value) != 1:
-            raise RuntimeError(f"mallopt({parameter}, {value}) failed")
+        libc.mallopt(parameter, value)
     _keeps = keep

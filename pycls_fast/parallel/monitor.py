@@ -76,14 +76,14 @@ class Monitor:
         size: int,
         *,
         timeout_seconds: float,
-        end: Callable[[], None] | None = None,
+        end: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout_seconds
         self._interval = _interval(timeout_seconds)
-        self._end = end or (lambda: os._exit(1))
+        self._end = end
         self._main = threading.get_ident()
         self._doing = ("starting", time.monotonic())
         # Time of the last heartbeat that did not find the main thread waiting for other ranks.

@@ -84,17 +84,3 @@ def play_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     for name, facts in STRATEGIES.items():
         monkeypatch.setitem(STRATEGIES, name, replace(facts, needs_cuda=False))
-
-
-def main() -> None:
-    """`python -m tests.integration.fairscale_cpu --config-name NAME ...`: tools/train_net.py on this stage."""
-    from pycls_fast.commands.train import TrainVerb
-    from pycls_fast.config import command_line
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        play_cuda(monkeypatch)
-        command_line(TrainVerb)
-
-
-if __name__ == "__main__":
-    main()

@@ -122,11 +122,6 @@ def test_same_gradients_and_dropped_samples(name: str, what: Any, depth: int) ->
         largest = max(largest, own)
         assert error <= max(4 * own, 2e-6), key
     assert 0 < largest < 1e-3
-    with torch.no_grad(), uncompiled(model):
-        model.eval()
-        model(batch(2)[0])
-    gradients(model.train())
-    assert graphs() - before == compiled
 
 
 SMALL = ["model.width=32", "model.mlp_width=36", "data.image_size=8", "model.drop_path=0.3", "speed.compile=blocks"]

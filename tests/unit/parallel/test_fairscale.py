@@ -65,16 +65,6 @@ def test_every_group_has_the_timeout_of_the_run(world: World, monkeypatch: pytes
     assert set(timeouts) == {world.timeout} == {datetime.timedelta(seconds=60 + report_seconds(60))}
 
 
-def test_no_rank_warns_of_the_old_names_that_fairscale_calls(world: World) -> None:
-    """torch's own module does, or the one that calls."""
-    wrapped(world)
-    whole, part = torch.zeros(2), torch.ones(2)
-    dist._all_gather_base(whole, part)
-    scatter = "dist._reduce_scatter_base(part, whole)"
-    exec(scatter, {"__name__": "fairscale.x", "dist": dist, "part": part, "whole": whole})
-    assert torch.equal(whole, part)
-
-
 @pytest.mark.parametrize(
     ("config_name", "precision", "extra"),
     [
