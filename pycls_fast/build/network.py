@@ -33,12 +33,11 @@ from pycls_fast.optim.groups import Group, by_name, parameter_groups
 from pycls_fast.optim.masters import MasterWeights
 from pycls_fast.optim.optimizers import HostOptimizer, compile_step, make_capturable
 from pycls_fast.optim.owned_weights import LowRank, OwnedWeights
-from pycls_fast.optim.scaling import ConstantScaler, RanksScaler
 from pycls_fast.optim.schedule import LrSchedule
 from pycls_fast.parallel import pipeline as stages
 from pycls_fast.parallel.parallel_model import ParallelModel, StrategySettings
 from pycls_fast.parallel.pipeline import Pipeline
-from pycls_fast.parallel.precision import use_float8
+from pycls_fast.parallel.precision import ConstantScaler, RanksScaler, use_float8
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import place_model, wrap_model
 from pycls_fast.seeds import counter_seed
