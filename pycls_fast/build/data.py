@@ -123,15 +123,12 @@ def train_loader(
         order=order_of(source, config.data, config.augment.repeats)[1],
         repeats=config.augment.repeats,
     )
-    # A single image of a rare class may fill a whole epoch.
-    times = 1 if config.data.sampling == "uniform" else len(source)
     dataset = ImageDataset(
         source,
         transforms,
         seed=config.seed,
         training=True,
         host=prepare_on_host(config, switches),
-        repeats=config.augment.repeats * times,
         open_picture=_decoder(config, switches, training=True),
     )
     return _loader(config, dataset, sampler, world, num_workers(config))

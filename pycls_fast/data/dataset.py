@@ -34,12 +34,13 @@ _PASSING_ERRORS = (
 
 @dataclass(eq=False)
 class ImageDataset(Dataset[Sample]):
-    """Reads, decodes and augments the images of a source; the keys are (epoch, index).
+    """Reads, decodes and augments the images of a source; the keys are (epoch, position).
 
-    A sample depends only on (seed, epoch, index) and the files, not on the worker or the order of visits. An image that
-    cannot be read or decoded is reported in `damaged`. In training the next image of the source takes its place (in a
-    class folder most likely of the same class) with this sample's own augmentation, so that batches keep their size. In
-    evaluation it is left out, so that it can't count as right or wrong.
+    Positions beyond the last image are its further copies (index, index + count, index + 2 count ...), each augmented
+    differently. A sample depends only on (seed, epoch, position) and the files, not on the worker or the order of
+    visits. An image that cannot be read or decoded is reported in `damaged`. In training the next image of the source
+    takes its place (in a class folder most likely of the same class) with this sample's own augmentation, so that
+    batches keep their size. In evaluation it is left out, so that it can't count as right or wrong.
     """
 
     source: Images
@@ -53,8 +54,6 @@ class ImageDataset(Dataset[Sample]):
     """The augmentation's."""
     host: HostStage | None = None
     """A stage for the whole batch before it leaves the worker."""
-    repeats: int = 1
-    """How often each image of an epoch is seen (`TrainSampler`)."""
     open_picture: Callable[[bytes | np.ndarray], Picture] = DECODERS["pillow"]
     """How images are decoded."""
     _is_away: bool = field(default=False, init=False)
@@ -75,8 +74,6 @@ class ImageDataset(Dataset[Sample]):
         """
         epoch, position = key
         count = len(self.source)
-        if not 0 <= position < count * self.repeats:
-            raise IndexError(f"image {position} of {count}")
         repeat, index = divmod(position, count)
         seed = counter_seed(self.seed, epoch, index, repeat) if repeat else counter_seed(self.seed, epoch, index)
         transform = self._transform(epoch)

@@ -108,7 +108,7 @@ class TestData:
         assert (loader.num_workers, loader.prefetch_factor, loader.timeout_seconds) == (2, 7, 9)
         assert loader.while_waiting is rank.while_waiting
         dataset, sampler = loader.dataset, loader.batch_sampler
-        assert (dataset.seed, dataset.training, dataset.repeats) == (5, training, 3 * 24 if training else 1)
+        assert (dataset.seed, dataset.training) == (5, training)
         assert dataset.open_picture.convert == Conversion(on_white=True)
         prepares = (dataset.host.prepare, build.prepare(config, CPU, REFERENCE))
         assert [each._erase_value for each in prepares] == ["noise"] * 2

@@ -94,16 +94,13 @@ def test_a_sample_depends_on_seed_epoch_index_and_copy() -> None:
     source = SyntheticImages(20, 30, 3, seed=0)
     transform = TrainTransform(Augment(), image_size=16)
 
-    def image(seed: int, key: Key, repeats: int = 1) -> bytes:
-        sample = ImageDataset(source, transform, seed=seed, training=True, repeats=repeats)[key]
+    def image(seed: int, key: Key) -> bytes:
+        sample = ImageDataset(source, transform, seed=seed, training=True)[key]
         assert sample.index == key[1] % 20
         return sample.image_HWC.tobytes()
 
-    assert image(1, (0, 3)) == image(1, (0, 3)) == image(1, (0, 3), repeats=3)
-    others = {image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3)), *(image(1, (0, n), repeats=3) for n in (3, 23, 43))}
-    assert len(others) == 6
-    with pytest.raises(IndexError):
-        image(1, (0, 60), repeats=3)
+    assert image(1, (0, 3)) == image(1, (0, 3))
+    assert len({image(1, (1, 3)), image(1, (0, 4)), image(2, (0, 3)), *(image(1, (0, n)) for n in (3, 23, 43))}) == 6
 
 
 def test_damaged_training_images_are_replaced_by_the_next(damaged_folder: FileImages) -> None:

@@ -258,7 +258,7 @@ def test_two_ranks_fetch_nothing_twice(address: str, tmp_path: Path, downloads: 
 
 
 def loader_of(source: Images, workers: int) -> ImageLoader:
-    dataset = ImageDataset(source, EvalTransform(Augment(), image_size=16), training=True, repeats=2)
+    dataset = ImageDataset(source, EvalTransform(Augment(), image_size=16), training=True)
     sampler = TrainSampler(len(source), seed=1, global_batch_size=4, total_steps=9, repeats=2)
     return ImageLoader(dataset, sampler, num_workers=workers)
 

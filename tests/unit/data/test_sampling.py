@@ -175,9 +175,8 @@ def test_what_comes_again_is_augmented_anew() -> None:
     (lonely,) = np.flatnonzero(LABELS == 0)
     shown = [index for _, index in keys if index % 120 == lonely]
     assert len(shown) > 20
-    dataset = ImageDataset(
-        SyntheticImages(120, 40, 5, seed=0), TrainTransform(Augment(), image_size=8), training=True, repeats=3 * 120
-    )
+    transform = TrainTransform(Augment(), image_size=8)
+    dataset = ImageDataset(SyntheticImages(120, 40, 5, seed=0), transform, training=True)
     pictures = {dataset[0, index].image_HWC.tobytes() for index in shown}
     assert len(pictures) == len(shown)
 
