@@ -259,19 +259,10 @@ def test_packed_splits_that_are_damaged(tmp_path: Path) -> None:
     file = root / "train/index.npz"
     whole = file.read_bytes()
     arrays, about = read_arrays(file)
-    wrong = arrays["table"].copy()
-    wrong["label"][0] = 99
-    for change, more in (
-        ({"table": wrong}, {}),
-        ({"table": arrays["table"][1:]}, {}),
-        ({"sets": np.eye(len(about["classes"]) + 1, dtype=bool)}, {}),
-        ({"sets": np.eye(len(about["classes"]), dtype=np.uint8)}, {}),
-        ({"sets": np.eye(len(about["classes"]), dtype=bool)[:1]}, {}),
-        ({}, {"version": 7}),
-        ({}, {"classes": 1}),
-    ):
-        write_arrays(file, {**arrays, **change}, {**about, **more})
-        assert "is not a complete packed split" in mistake("packed", root)
+    write_arrays(file, arrays, {**about, "version": 7})
+    assert "is not a complete packed split (version 7 instead of" in mistake("packed", root)
+    np.savez(file, **arrays)
+    assert "is not a complete packed split" in mistake("packed", root)
     file.write_bytes(whole[:-9])
     assert "is not a complete packed split" in mistake("packed", root)
     file.write_bytes(whole)
