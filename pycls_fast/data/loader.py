@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import errno
 import math
 import multiprocessing
@@ -23,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
@@ -33,24 +31,8 @@ from pycls_fast.data.sources.base import Images
 from pycls_fast.data.sources.fetch_ahead import fetch_ahead
 from pycls_fast.errors import UserError, first_line, refusing
 
-
-class _EventWithoutLock:
-    """An event whose other users do not wait for ever when a worker is killed while it holds the lock."""
-
-    def __init__(self) -> None:
-        self._value = multiprocessing.RawValue("b", 0)
-
-    def set(self) -> None:
-        self._value.value = 1
-
-    def is_set(self) -> bool:
-        return bool(self._value.value)
-
-
 # Since Python 3.14 another way is the default: it imports everything again in each worker, the user's program included.
-_CONTEXT = copy.copy(multiprocessing.get_context("fork"))
-vars(_CONTEXT)["Event"] = _EventWithoutLock
-
+_CONTEXT = multiprocessing.get_context("fork")
 
 # torch's attempts to get a batch end after 5 s. One that takes this long waits for a worker that stopped while sending.
 _STUCK_SECONDS = 10.0
@@ -73,10 +55,6 @@ class _Workers(_MultiProcessingDataLoaderIter):
             threading.Thread(target=self._kill_stuck_workers, daemon=True).start()
         except BaseException:
             self._is_over.set()
-            if getattr(self, "_worker_pids_set", False):
-                # Or a later iterator of the same id could not be made.
-                signal_handling._remove_worker_pids(id(self))
-                self._worker_pids_set = False
             self._kill()
             self._shutdown = True
             raise
@@ -192,7 +170,8 @@ class Loader(DataLoader[Any]):
                 num_workers=num_workers,
                 multiprocessing_context=_CONTEXT if num_workers else None,
                 prefetch_factor=prefetch_factor if num_workers else None,
-                collate_fn=_already_collated,
+                # Workers return whole batches.
+                collate_fn=lambda batch: batch,
                 worker_init_fn=_start_worker,
                 **settings,
             )
@@ -317,10 +296,6 @@ def in_processes(
     # A job may take minutes: none is waited for at the end.
     how: dict[str, Any] = {"prefetch_factor": each, "batch_size": None, "stops_gracefully": False}
     return iter(Loader(_Jobs(function, source, jobs), workers, **how))
-
-
-def _already_collated(batch: Any) -> Any:
-    return batch
 
 
 _ON_ERROR = "_on_queue_feeder_error"

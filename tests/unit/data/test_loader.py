@@ -190,11 +190,6 @@ def test_a_worker_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.Mon
 def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """While torch's handler of SIGCHLD raises, wherever the program is."""
     started: list[BaseProcess] = []
-    made: list[int] = []
-
-    def note(iterator: int, pids: tuple[int, ...]) -> None:
-        made.append(iterator)
-        torch._C._set_worker_pids(iterator, pids)
 
     def start(thread: threading.Thread) -> None:
         started.extend(multiprocessing.active_children())
@@ -203,16 +198,12 @@ def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pyt
 
     # Torch sets it once in a process.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    monkeypatch.setattr(signal_handling, "_set_worker_pids", note)
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly"):
         list(train_loader(HookedImages(20, lambda index: None), 2))
     for worker in started:
         worker.join(60)
         assert worker.exitcode == -signal.SIGKILL
-    # Another iterator may have the same id.
-    with pytest.raises(ValueError, match="worker"):
-        torch._C._remove_worker_pids(made[0])
 
 
 def test_workers_are_forked_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,22 +289,6 @@ def test_a_worker_that_dies_while_its_batch_arrives(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reductions, "rebuild_storage_fd", cut_off)
     with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
         list(train_loader(SyntheticImages(40, 20, 3, seed=1), 1))
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_with_the_lock_of_an_event_is_an_error() -> None:
-    def die(index: int) -> None:
-        frame = sys._getframe()
-        while "done_event" not in frame.f_locals:
-            assert frame.f_back is not None
-            frame = frame.f_back
-        for part in vars(frame.f_locals["done_event"]).values():
-            if hasattr(part, "acquire"):
-                part.acquire(False)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(UserError, match=r"^a data worker exited unexpectedly \(killed\)"):
-        list(train_loader(HookedImages(20, die), 2))
 
 
 def test_a_worker_that_stops_while_its_batch_arrives_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
