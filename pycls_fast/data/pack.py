@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -184,7 +185,9 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
         raise UserError(f"{source.describe()}: no image can be read", *(f"{n}: {r}" for n, r in damaged[:3]))
     indices = np.concatenate([arrays["indices"] for arrays, _ in parts]).tolist()
     # Without the folders that all names share, which mean nothing elsewhere.
-    above = _common_start([source.name(0), source.name(len(source) - 1)])
+    folders = (source.name(index).split("/")[:-1] for index in (0, len(source) - 1))
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
+    above = "".join(f"{folder}/" for folder, _ in shared)
     names = Texts.of(os.fsencode(source.name(index).removeprefix(above)) for index in indices)
     about = {
         "version": VERSION,
@@ -203,12 +206,3 @@ def _finish(source: Images, folder: Path, plan: str, settings: PackSettings, sha
 def _remove_parts(folder: Path) -> None:
     for file in (*folder.glob("[0-9]*.npz"), *folder.glob(_PLAN)):
         file.unlink()
-
-
-def _common_start(names: list[str]) -> str:
-    """The folders that these names (the first and the last) have in common, with a trailing slash."""
-    folders = [name.rpartition("/")[0] for name in names]
-    # A table may have relative paths and absolute ones.
-    is_one_kind = len({name.startswith("/") for name in names}) == 1
-    above = os.path.commonpath(folders) if is_one_kind and all(folders) else ""
-    return f"{above}/" if above else ""
