@@ -219,14 +219,9 @@ def order_of(source: Images, data: Source, repeats: int = 1) -> tuple[str, Order
     "full", "classes", or "blocks-" and a checksum of the blocks.
 
     Raises:
-        UserError: blocks are requested of a source without blocks, or any order of a source that is slow at it.
+        UserError: blocks are requested of a source without blocks.
     """
     if data.sampling != "uniform":
-        if data.shuffle == "auto" and source.prefers_blocks:
-            raise UserError(
-                f"data.sampling: {data.sampling} visits images in any order, which is slow for remote shards; use "
-                "data.shuffle=full to do it nevertheless, or loss.class_weights=auto"
-            )
         return "classes", partial(class_order, labels=source.labels, power=POWERS[data.sampling], repeats=repeats)
     ends = source.block_ends
     if data.shuffle == "full" or (data.shuffle == "auto" and not source.prefers_blocks):
