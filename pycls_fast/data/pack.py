@@ -32,7 +32,6 @@ from pycls_fast.errors import UserError, refusing
 from pycls_fast.files import flush
 
 _PLAN = "plan.json"
-_LARGEST_SIDE = 65_535
 # The most files of a split: a reader keeps each of them open.
 _MOST_SHARDS = 128
 _SMALLEST_SHARD = 256
@@ -142,8 +141,6 @@ def store(source: Images, index: int, settings: PackSettings) -> tuple[bytes, in
         return data, 0, 0
     if settings.store == RAW:
         small = _shrink(decode(data, settings.convert), settings)
-        if max(small.size) > _LARGEST_SIDE:
-            raise DamagedImage(f"{small.width} x {small.height} pixels do not fit the format; use short_side")
         return small.tobytes(), small.height, small.width
     buffer = io.BytesIO()
     if isinstance(data, np.ndarray):

@@ -277,11 +277,7 @@ def name_classes(
         raise UserError(f"{where}: {len(lacking):,} of {len(labels):,} images have no label ({first}); leave them out")
     wrong = [label for label in labels if not isinstance(label, str | int)]
     if wrong:
-        use = (
-            "data.label_separator=; is for several"
-            if isinstance(wrong[0], list)
-            else "choose another data.label_column"
-        )
+        use = "choose another data.label_column; for lists data.label_separator=;"
         raise UserError(f"{where}: the label {wrong[0]!r} is no whole number or name; {use}")
     found, positions = np.unique(np.asarray(labels), return_inverse=True)
     kinds = [str(kind) for kind in found.tolist()]

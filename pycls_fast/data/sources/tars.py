@@ -177,8 +177,6 @@ def _members(file: IO[bytes]) -> Iterator[_Member]:
             if not member.isfile() or match is None or Path(member.name).name[0] == ".":
                 continue
             key, extension = match[1], match[2].lower()
-            if member.issparse():
-                raise tarfile.ReadError(f"{member.name} is sparse, so its bytes are not in the file")
             is_label = extension in ("cls", "json")
             if member.size > (_LABEL_BYTES if is_label else IMAGE_BYTES):
                 raise tarfile.ReadError(f"{member.name} has {member.size:,} bytes")
