@@ -20,7 +20,6 @@ from tests.factories import class_folders, config_of
 from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import (
     CLASSES,
-    LAYOUTS,
     add_member,
     expected,
     make_content,
@@ -208,13 +207,12 @@ def test_class_folders_that_are_not_read_are_named(tmp_path: Path, capsys: pytes
     )
 
 
-def test_layouts_that_are_recognised(tmp_path: Path) -> None:
-    for kind in ("folder", "packed"):
-        assert len(opened("auto", LAYOUTS[kind](tmp_path / kind, CONTENT))["train"]) == 16
-    # Kaggle's own tables, and archives that were left where they were unpacked.
+def test_tables_and_archives_beside_class_folders_are_not_read(tmp_path: Path) -> None:
+    """Kaggle's own tables, and archives that were left where they were unpacked."""
+    write_folder(tmp_path, CONTENT)
     for name in ("LOC_val_solution.csv", "ILSVRC2012_img_train.tar"):
-        (tmp_path / "folder" / name).touch()
-    assert len(opened("auto", tmp_path / "folder")["train"]) == 16
+        (tmp_path / name).touch()
+    assert len(opened("auto", tmp_path)["train"]) == 16
 
 
 def flat_val(root: Path) -> tuple[list[str], list[int]]:

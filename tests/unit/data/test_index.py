@@ -15,7 +15,6 @@ import pytest
 from pycls_fast.data.sources import folders
 from pycls_fast.data.sources.folders import scan_classes
 from pycls_fast.data.sources.index import CachePolicy
-from pycls_fast.errors import UserError
 from tests.unit.data.conftest import write_tree
 from tests.unit.data.layouts import names, touch_older
 
@@ -129,10 +128,3 @@ def test_one_of_several_builds(tree: Path, monkeypatch: pytest.MonkeyPatch) -> N
         found = list(pool.map(lambda _: names(scan_classes(tree, ALWAYS)), range(6)))
     assert listed == ["a", "b"]
     assert all(own == found[0] for own in found)
-
-
-def test_a_mistake_does_not_leave_an_index(tree: Path) -> None:
-    (tree / "empty").mkdir()
-    with pytest.raises(UserError, match=r"in the class folder empty/; .* run_dir=PATH"):
-        scan_classes(tree, ALWAYS)
-    assert not (tree.parent / ".pycls_fast_index").exists()

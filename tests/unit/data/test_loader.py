@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -22,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing import reductions
-from torch.utils.data._utils import signal_handling
 
 from pycls_fast.data import dataset, loader
 from pycls_fast.data.choices import Augment
@@ -185,25 +183,6 @@ def test_a_worker_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.Mon
         list(train_loader(HookedImages(20, lambda index: None), 2))
     started[0].join(60)
     assert started[0].exitcode == -signal.SIGKILL
-
-
-def test_a_worker_that_dies_before_the_first_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch's handler of SIGCHLD raises, wherever the program is."""
-    started: list[BaseProcess] = []
-
-    def start(thread: threading.Thread) -> None:
-        started.extend(multiprocessing.active_children())
-        started[0].kill()
-        time.sleep(60)
-
-    # Torch sets it once in a process.
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(UserError, match=r"^a data worker exited unexpectedly"):
-        list(train_loader(HookedImages(20, lambda index: None), 2))
-    for worker in started:
-        worker.join(60)
-        assert worker.exitcode == -signal.SIGKILL
 
 
 def test_workers_are_forked_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

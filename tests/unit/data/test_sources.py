@@ -65,6 +65,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ima
         ("parquet", "data/train-00000-of-00001.parquet", {"shards": 1}),
         ("hub", "", {}),
         ("hub", "train", {}),
+        ("packed", "", {}),
     ],
 )
 def test_what_a_root_holds_is_recognised(tmp_path: Path, kind: str, place: str, options: dict[str, Any]) -> None:
