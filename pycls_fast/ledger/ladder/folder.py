@@ -184,15 +184,11 @@ class LedgerFolder:
         self.factors = factors
         self.save()
 
-    def note_code(self) -> bool:
-        """Record the code of the next measurement, which may have been accepted, or edited while the ledger runs;
-        returns whether it is new here."""
-        now = self._code()
-        if now in self.codes:
-            return False
-        self.codes.append(now)
-        self.save()
-        return True
+    def note_code(self) -> None:
+        """Record the code of the next measurement, which may have been accepted, or edited while the ledger runs."""
+        if (now := self._code()) not in self.codes:
+            self.codes.append(now)
+            self.save()
 
     def timing_file(self, variant: Variant, number: int) -> Path:
         return self.path / "timings" / slug(variant) / f"round_{number}.json"

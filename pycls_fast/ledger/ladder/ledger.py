@@ -291,10 +291,7 @@ class Ledger:
                 while waiting and fits(ranks := waiting[0].variant.ranks or 1):
                     job, devices = waiting.popleft(), free[:ranks]
                     del free[:ranks]
-                    if self.folder.note_code():
-                        self.say(
-                            "the code differs from that of earlier measurements in this folder; the report says so"
-                        )
+                    self.folder.note_code()
                     log = self.folder.log_file(job.path)
                     self.say(f"{job.what}: started (log: {log})")
                     running[job] = self.start(job, log=log, devices=devices), devices

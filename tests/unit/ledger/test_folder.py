@@ -49,25 +49,19 @@ def test_different_code_is_not_measured_into_the_same_folder(tmp_path: Path, fak
     """Otherwise the old numbers would be reported as those of the new code."""
 
     def opened(code: str, *, accept: bool = False, rounds: int = 1) -> list[str]:
-        said: list[str] = []
         place = LedgerFolder(tmp_path, code=lambda: code, accept_code=accept)
         settings = LadderSettings(**{**SETTINGS, "rounds": rounds})
-        ledger = Ledger(LADDER, settings, [], [], "cpu", place, say=said.append)
+        ledger = Ledger(LADDER, settings, [], [], "cpu", place, say=quiet)
         with ledger.folder.opened(ledger.plan()):
             run(ledger)
         assert json.loads((tmp_path / "plan.json").read_text())["code"] == place.codes
-        assert any("the code differs" in line for line in said) == (code not in before)
-        before.update(place.codes)
         return place.codes
 
-    before = {"a"}
     assert opened("a") == opened("a") == ["a"]
     with pytest.raises(UserError, match=r"with different code \(accept_code=true, if .*\); choose another"):
         opened("b")
-    before.add("b")
     # Nothing is left to measure, so that all is still of the first.
     assert opened("b", accept=True) == ["a"]
-    before.remove("b")
     assert opened("b", accept=True, rounds=2) == ["a", "b"]
 
 
