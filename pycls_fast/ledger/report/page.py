@@ -271,9 +271,6 @@ def write_page(record: Record, folder: Path) -> None:
     drawn = charts(record)
     with refusing(f"output: {folder} cannot be written", use="choose another folder"):
         (folder / "charts").mkdir(parents=True, exist_ok=True)
-        for name in ("decision", "throughput", "memory", "errors", "gradients"):
-            # An earlier page may have had more charts than this one, and the folder may be another page's as well.
-            (folder / "charts" / f"{name}.svg").unlink(missing_ok=True)
         for chart in drawn:
             (folder / "charts" / f"{chart.name}.svg").write_bytes(chart.svg)
     write_text(folder / "index.html", ledger_page(record, drawn))
