@@ -21,7 +21,7 @@ from pycls_fast.config.reuse import as_data, validate_saved
 from pycls_fast.config.saved import SavedConfig
 from pycls_fast.data.sources.base import Images, Subset
 from pycls_fast.data.to_rgb import Conversion
-from pycls_fast.errors import DONE, UserError, refusing
+from pycls_fast.errors import DONE, UserError, first_line, refusing
 from pycls_fast.files import RUNS, timestamp, user_path
 from pycls_fast.ledger.report.comparison import comparison_page, curve, print_comparison
 from pycls_fast.ledger.report.statistics import pair_images
@@ -147,11 +147,8 @@ def _images(run: SavedRun) -> tuple[Images | None, str | None]:
     try:
         checked = validate_saved({**as_data(SavedConfig(run.config, file), {"imports": "[]"}), **here}, str(file))
         return build.sources(checked, build.alone(checked))["val"], None
-    except UserError as error:
-        # Nothing can be typed here.
-        return None, error.lines[0].partition("; to allow it")[0]
-    except OSError as error:
-        return None, str(error)
+    except (UserError, OSError) as error:
+        return None, first_line(error)
 
 
 def _run(files: RunFiles) -> Record:
@@ -215,8 +212,6 @@ def why_not_paired(a: RunFiles, b: RunFiles) -> str | None:
         if place is not None:
             return f"they were evaluated on different images: A has {names[place]} where B has {others[place]}"
     one, two = one.shared(two)
-    if not len(one.indices_N):
-        return "they have no image in common"
     wrong = int((one.labels_N != two.labels_N).sum())
     return f"they were evaluated on different images: the true class differs for {wrong:,}" if wrong else None
 
@@ -266,10 +261,8 @@ def compare_images(a: RunFiles, b: RunFiles, most: int) -> Record:
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
-    """The name of a class, in text that can be drawn; "none" if the scores were not finite."""
-    name = "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
-    # Bytes of a folder's name that are not valid UTF-8 are shown as escapes.
-    return name.encode(errors="backslashreplace").decode()
+    """The name of a class; "none" if the scores were not finite."""
+    return "none" if label < 0 else classes[label] if label < len(classes) else f"class {label}"
 
 
 def _by_class(classes: Sequence[str], labels_N: np.ndarray, right_N2: np.ndarray) -> list[Record]:
