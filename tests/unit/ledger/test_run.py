@@ -11,9 +11,9 @@ import pytest
 from pycls_fast.config.ladder import Variant
 from pycls_fast.errors import UserError
 from pycls_fast.ledger.ladder.collect import collect
-from pycls_fast.ledger.ladder.estimate import estimate
 from pycls_fast.ledger.ladder.folder import SavedTiming
 from pycls_fast.ledger.ladder.ledger import Ledger
+from pycls_fast.ledger.ladder.run import estimate
 from pycls_fast.ledger.report.record import read_record
 from pycls_fast.ledger.report.text import state
 from pycls_fast.train.folder import write_json
