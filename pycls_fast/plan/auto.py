@@ -7,7 +7,7 @@ from pycls_fast.config.run import RunConfig
 from pycls_fast.errors import UserError
 from pycls_fast.optim.groups import BATCH_NORM
 from pycls_fast.parallel.world import World
-from pycls_fast.plan.memory_plan import fitting_batch, with_accumulation
+from pycls_fast.plan.memory_plan import with_accumulation
 from pycls_fast.values import AUTO, AUTO_EPOCHS
 
 # After the head was fitted, all layers of EfficientNet-Lite0 gained 5 to 16 points of top-1 in 160 steps of 32 images,
@@ -31,7 +31,6 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     - `schedule.warmup_epochs`: a tenth of the epochs, at most 2.
     - `data.global_batch_size`: the largest power of two up to 64 that gives an epoch at least 4 steps, but at least 2
       images per rank and microbatch if there are enough. (With 3 ranks 3 times a power of two, and so on.)
-      If `optim.accumulation_steps` is a number, it is halved until a step fits into the device's memory.
     - `runtime.eval_every_epochs`: at most 20 evaluations in all.
     - `optim.accumulation_steps`: see `with_accumulation`.
 
@@ -43,7 +42,7 @@ def resolve_auto(config: RunConfig, images: int, world: World, *, classes: int |
     epochs, warmup = config.schedule.epochs, config.schedule.warmup_epochs
     batch, every = config.data.global_batch_size, config.runtime.eval_every_epochs
     if batch == AUTO:
-        batch = fitting_batch(config, _batch(images, world.data_size * config.optim.microbatches), world, classes)
+        batch = _batch(images, world.data_size * config.optim.microbatches)
     if epochs == AUTO:
         epochs = epochs_of(images, batch)
         if warmup > epochs:

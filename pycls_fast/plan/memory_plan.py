@@ -413,18 +413,6 @@ def with_accumulation(config: RunConfig, world: World, classes: int | None = Non
     return config
 
 
-def fitting_batch(config: RunConfig, batch: int, world: World, classes: int | None = None) -> int:
-    """A global batch, halved until a step of a given number of microbatches fits into the memory that is known."""
-    memory = None if config.optim.accumulation_steps == AUTO else device_memory(config, world)
-    parts = config.optim.microbatches
-    while memory is not None and batch % (2 * world.data_size * parts) == 0:
-        tried = config.with_values(data={"global_batch_size": batch})
-        if MemoryPlan(tried, world, classes or 1000).peak(parts) <= USABLE * memory:
-            break
-        batch //= 2
-    return batch
-
-
 def gigabytes(count: float) -> str:
     """Bytes in GB, or in MB below one."""
     size, unit = (count / 1e9, "GB") if count >= 1e9 else (count / 1e6, "MB")

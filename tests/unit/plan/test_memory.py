@@ -211,25 +211,6 @@ def test_the_fewest_microbatches_that_fit_are_taken() -> None:
     assert resolved("optim.accumulation_steps=2", "runtime.device_memory=1MB").optim.accumulation_steps == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("auto", 1), pytest.param("ddp", 4, marks=pytest.mark.slow), ("fsdp", 4)]
-)
-def test_a_batch_that_is_auto_fits_in_the_microbatches_that_are_given(strategy: str, ranks: int) -> None:
-    auto = (f"parallel={strategy}", "optim.accumulation_steps=1", "data.global_batch_size=auto")
-    full = resolved(*auto, ranks=ranks)
-    assert full.data.global_batch_size == 64
-    less, least = (
-        MemoryPlan(full.with_values(data={"global_batch_size": batch}), World(0, ranks, CPU), 10).peak(1)
-        for batch in (32, 16)
-    )
-    assert less > least
-    for memory, batch in ((less / 0.92, 32), (less / 0.93, 16)):
-        config = resolved(*auto, f"runtime.device_memory={memory / 1e6 + 0.001}MB", ranks=ranks)
-        assert config.data.global_batch_size == batch
-    # Where nothing fits, an image for each rank is left.
-    assert resolved(*auto, "runtime.device_memory=1MB", ranks=ranks).data.global_batch_size == ranks
-
-
 def test_what_fits_nowhere_is_a_mistake_with_a_way_out() -> None:
     with pytest.raises(UserError, match=r"^optim.accumulation_steps: auto finds .* 10 MB: .*; fits with parallel=fsdp"):
         resolved("runtime.device_memory=10MB")
