@@ -95,8 +95,6 @@ def test_numbers_of_a_mode_agree(tmp_path: Path, digits: Path, mode: Any, parts:
     if "both" in parts:
         check_part(record, "both", batch=64, samples=KEYS["repeats"], forward_passes=3)
         assert 0 <= record["both"]["data_wait_fraction"] <= 1
-    for part in parts - {"train", "inference"}:
-        assert len(record[part]["first_batch_seconds"]) == KEYS["repeats"]
     assert record["images_per_second"] == record[record["headline"]]["images_per_second"]
 
 

@@ -210,8 +210,6 @@ def _cells(part: Mapping[str, Any]) -> Row:
         row["of matmul"] = f"{part['share_of_matmul']:.1%}"
     if "data_wait_fraction" in part:
         row["data wait"] = f"{part['data_wait_fraction']:.1%}"
-    if "first_batch_seconds_p50" in part:
-        row["1st batch"] = f"{part['first_batch_seconds_p50']:.2f} s"
     if part["memory_peak_bytes"] is not None:
         row["memory"] = human(part["memory_peak_bytes"], "B")
     return row

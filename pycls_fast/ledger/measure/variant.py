@@ -306,10 +306,6 @@ def part_record(
             record["share_of_matmul"] = flops_per_second / matmul_flops_per_second
     if name == "both":
         record["data_wait_fraction"] = sum(turn.waited for turn in turns) / sum(turn.total for turn in turns)
-    first_batches = [turn.first_batch for turn in turns if turn.first_batch is not None]
-    if first_batches:
-        record["first_batch_seconds_p50"] = spread(first_batches).p50
-        record["first_batch_seconds"] = first_batches
     record["turn_seconds"] = turn_seconds
     record["step_seconds_each"] = [list(turn.seconds) for turn in turns]
     return record

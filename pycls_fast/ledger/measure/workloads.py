@@ -23,7 +23,7 @@ from pycls_fast.config import RunConfig
 from pycls_fast.data.batch import Batch, HostStage
 from pycls_fast.data.prepare import IN_FLIGHT, to_device
 from pycls_fast.data.sources.base import Images
-from pycls_fast.ledger.measure.device import synchronize, time_calls
+from pycls_fast.ledger.measure.device import time_calls
 from pycls_fast.parallel.world import World
 from pycls_fast.parallel.wrap import uncompiled
 from pycls_fast.speed import Speed
@@ -36,13 +36,11 @@ PartName = Literal["train", "inference", "loader", "both"]
 
 @dataclass(frozen=True)
 class Turn:
-    """A few consecutive steps: the seconds of each and of all, in which the host waited for batches, and from starting
-    the input pipeline to its first batch on the device."""
+    """A few consecutive steps: the seconds of each and of all, and in which the host waited for batches."""
 
     seconds: tuple[float, ...]
     total: float
     waited: float = 0.0
-    first_batch: float | None = None
 
 
 class Part(ABC):
@@ -62,12 +60,10 @@ class Part(ABC):
 def slowest(turn: Turn, world: World) -> Turn:
     """The turn of the whole run: a step ends when the slowest rank is done."""
     turns = world.gather(turn)
-    firsts = [t.first_batch for t in turns if t.first_batch is not None]
     return Turn(
         seconds=tuple(max(each) for each in zip(*(t.seconds for t in turns), strict=True)),
         total=max(t.total for t in turns),
         waited=max(t.waited for t in turns),
-        first_batch=max(firsts, default=None),
     )
 
 
@@ -158,22 +154,17 @@ class StepRange:
 
 @dataclass
 class _Feed:
-    """The microbatches of consecutive steps, each loaded when it is asked for, as in training; the seconds until the
-    first was on the device, and in which the host waited."""
+    """The microbatches of consecutive steps, each loaded when it is asked for, as in training; the seconds in which the
+    host waited."""
 
     microbatches: Iterator[Batch]
     accumulation_steps: int
-    device: torch.device
-    first_batch: float | None = None
     waited: float = 0.0
 
     def step(self) -> Iterator[Batch]:
         for _ in range(self.accumulation_steps):
             asked = time.perf_counter()
             batch = next(self.microbatches)
-            if self.first_batch is None:
-                synchronize(self.device)
-                self.first_batch = time.perf_counter() - asked
             self.waited += time.perf_counter() - asked
             yield batch
 
@@ -217,12 +208,12 @@ class LoaderPart(Part):
         warm_up_steps = self._whole_bursts(max(self._warm_up_steps, self._ahead + 1))
         use: Callable[[Iterator[Batch]], object] = self.trainer or partial(deque, maxlen=0)
         with closing(self._microbatches(warm_up_steps + steps + self._ahead + IN_FLIGHT)) as microbatches:
-            feed = _Feed(microbatches, self.config.optim.microbatches, self.world.device)
+            feed = _Feed(microbatches, self.config.optim.microbatches)
             for _ in range(warm_up_steps):
                 use(feed.step())
             feed.waited = 0.0
             seconds = time_calls(lambda: use(feed.step()), steps, self.world.device)
-        return Turn(tuple(seconds), sum(seconds), feed.waited, feed.first_batch)
+        return Turn(tuple(seconds), sum(seconds), feed.waited)
 
     def _microbatches(self, steps: int) -> Generator[Batch]:
         start = self.order.take(steps)

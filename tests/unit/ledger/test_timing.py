@@ -39,13 +39,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_slowest_rank_sets_the_time() -> None:
-    turns = [Turn((1.0, 5.0), 6.0, 0.5, 3.0), Turn((2.0, 3.0), 5.0, 0.75, 2.0)]
+    turns = [Turn((1.0, 5.0), 6.0, 0.5), Turn((2.0, 3.0), 5.0, 0.75)]
 
     class Two(World):
         def gather(self, value: Any) -> list[Any]:
             return turns
 
-    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75, 3.0)
+    assert slowest(turns[0], Two(0, 2, CPU)) == Turn((2.0, 5.0), 6.0, 0.75)
 
 
 class Recorded(Part):
@@ -160,7 +160,7 @@ def test_waiting_for_data_is_told_from_training(
     part = loader(trainer=train)
     part.warm_up(1)
     turn = part.turn(3)
-    assert (turn.first_batch, turn.waited, turn.total) == (0.5, 1.5, 6.0)
+    assert (turn.waited, turn.total) == (1.5, 6.0)
 
 
 def test_no_image_is_read_twice(loader: Callable[..., LoaderPart], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +249,8 @@ def test_workers_beyond_the_cores_only_read() -> None:
 
 # Two turns of three steps, one of them with a hiccup.
 TURNS = [
-    Turn((1.0, 2.0, 3.0), 6.0, waited=1.5, first_batch=0.5),
-    Turn((4.0, 5.0, 21.0), 30.0, waited=7.5, first_batch=0.7),
+    Turn((1.0, 2.0, 3.0), 6.0, waited=1.5),
+    Turn((4.0, 5.0, 21.0), 30.0, waited=7.5),
 ]
 
 
@@ -277,14 +277,13 @@ def test_steps_that_compute_are_samples(name: PartName) -> None:
 def test_steps_that_wait_for_bursts_count_by_turns(name: PartName) -> None:
     # Four workers whose batches arrive together: three waits of nothing, then a long one.
     bursts = [
-        Turn((0.0, 0.0, 0.0, 8.0), 8.0, first_batch=1.0),
-        Turn((0.0, 0.0, 0.0, 12.0), 12.0, first_batch=3.0),
+        Turn((0.0, 0.0, 0.0, 8.0), 8.0),
+        Turn((0.0, 0.0, 0.0, 12.0), 12.0),
     ]
     found = record(name, bursts, images_per_step=10)
     assert found["step_seconds_p50"] == 2.5
     assert found["images_per_second"] == 4.0
     assert found["samples"] == 2
-    assert found["first_batch_seconds_p50"] == 2.0
 
 
 def test_training_is_three_forward_passes() -> None:
