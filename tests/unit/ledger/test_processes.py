@@ -130,7 +130,7 @@ def test_all_processes_are_asked_to_save_before_the_first_is_waited_for(monkeypa
 
 @pytest.mark.parametrize(
     ("ranks", "limit", "share"),
-    [(1, None, None), (2, None, "8"), (4, None, "4"), (32, None, "1"), (2, 4, "2"), (2, 1, "1"), (1, 4, None)],
+    [(1, None, None), (4, None, "4"), (32, None, "1"), (2, 4, "2")],
 )
 def test_ranks_share_the_cores(
     ranks: int, limit: int | None, share: str | None, monkeypatch: pytest.MonkeyPatch

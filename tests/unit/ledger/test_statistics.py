@@ -58,9 +58,7 @@ def test_a_pair_counts_images() -> None:
     assert [pair[key] for key in ("only_first", "only_second", "changed", "images")] == [2, 1, 4, 10]
     assert pair["difference"] == pytest.approx(-10.0)
     assert pair["p_value"] == pytest.approx(1.0)
-
-
-def test_mcnemar_is_the_binomial_test_of_discordant_images() -> None:
+    # McNemar's test is the binomial test of the discordant images.
     labels = np.zeros(100, dtype=int)
     first, second = labels.copy(), labels.copy()
     second[:12], first[20:22] = 1, 1

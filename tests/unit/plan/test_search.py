@@ -404,15 +404,12 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (["write=chosen", "data.root=a b"], "error: write: ++data.root=a b: $(cat FILE) takes it apart"),
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
-        (["cluster=h100x00"], "error: cluster: must be one of "),
         (
             ["cluster=two.yaml"],
             "error: cluster: must be one of two.yaml:a, two.yaml:b, with a number: h100x64; got two",
         ),
         (["cluster=h100x12"], "error: cluster: h100x12: nodes have 8 each"),
         (["cluster=~/here.yaml:cpux2"], "error: cluster: HERE/here.yaml cannot be read (No such file or directory); "),
-        (["cluster=bomb.yaml:cpux2"], "error: cluster: bomb.yaml cannot be read (it has an alias (*NAME))"),
-        (["cluster=empty.yaml:cpux2"], "error: must be an object; got null (empty.yaml)"),
         (
             ["cluster=wrong.yaml:cpux2"],
             "error: accelerators.here.memory: must be greater than 0; got 0 (wrong.yaml)\n"
@@ -424,8 +421,6 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
             ["cluster=h100x64", "data.global_batch_size=4", "augment=deit"],
             "error: data.global_batch_size: 4 cannot be divided among 64 ranks with two images each, which mixing",
         ),
-        (["images=63"], "error: data.global_batch_size: 64 is larger than the training set of 63 images"),
-        (["optim=lamb"], "error: model.init: jax conflicts with optim.name=lamb: a head that begins with zeros hardly"),
         (["data.global_batch_size=auto"], "error: data.global_batch_size: auto depends on the data; give a number"),
         (
             ["precisions=[fp32,fp16]", "speed.param_offload=cpu"],
@@ -443,8 +438,6 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
-    (tmp_path / "empty.yaml").touch()
-    (tmp_path / "bomb.yaml").write_text("accelerators: &all {}\nclusters: *all\n")
     (tmp_path / "wrong.yaml").write_text(
         "accelerators: {here: {memory: 0, flops: {'2': 1.0e+12, '4': 1.0e+12}, bandwidth: 1.0e+9}}\n"
         "clusters: {here: {accelerator: here, per_node: 2, inside: 1.0, network: 1.0, latency: [0, 0], cores: 2}}\n"
