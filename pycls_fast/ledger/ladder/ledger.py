@@ -255,7 +255,8 @@ class Ledger:
 
     def _time(self, variant: Variant, number: int) -> ProcessResult | None:
         job = self._timing(variant, number)
-        ended = self._measure(job)
+        # In later rounds it has run before: another program may have been in its way.
+        ended = self._measure(job, again=number > 0)
         if ended is not None and ended.status != 0:
             self.selection.leave_out(
                 variant, "cannot run" if ended.refused else "failed", ended.reason(), below=number > 0
@@ -267,11 +268,14 @@ class Ledger:
                 other.unlink(missing_ok=True)
         return ended
 
-    def _measure(self, job: Job) -> ProcessResult | None:
-        """Run one process to its end, unless its file exists."""
+    def _measure(self, job: Job, *, again: bool = False) -> ProcessResult | None:
+        """Run one process to its end, unless its file exists; with `again`, once more if it fails."""
         if job.is_done:
             return None
         ((_, ended),) = self._each([job], at_once=1)
+        if again and ended.status != 0:
+            self.say(f"{job.what}: failed with status {ended.status}: {ended.reason()}; trying once more")
+            ((_, ended),) = self._each([job], at_once=1)
         self._measurement_seconds.append(ended.seconds)
         self._report(job.what, ended)
         return ended

@@ -17,7 +17,7 @@ from pycls_fast.ledger.ladder import run as running
 from pycls_fast.ledger.ladder.collect import collect
 from pycls_fast.ledger.ladder.ledger import Ledger
 from pycls_fast.ledger.ladder.plan import timed_variants
-from pycls_fast.ledger.ladder.processes import OURS
+from pycls_fast.ledger.ladder.processes import OURS, ProcessResult
 from pycls_fast.ledger.ladder.run import refusal
 from pycls_fast.ledger.report.record import read_record
 from tests.factories import config_of
@@ -85,13 +85,31 @@ def test_a_variant_that_fails_later_fails_alone(tmp_path: Path, fake: type[FakeP
     assert ledger.selection.out == {"B": ("failed", "RuntimeError: broken")}
     assert [variant.overrides for variant in ledger.selection.runnable()] == [(), ("b=1", "c=1")]
     assert_each_measured_its_variant(ledger)
-    # The rounds of the others stay.
+    # The rounds of the others stay: when it still fails, that is tried twice.
     fake.started.clear()
     start(tmp_path, rounds=3)
-    assert len(fake.started) == 1
+    assert len(fake.started) == 2
     fake.broken = {f"timings-{slug_of('base')}-round_1": (1, "RuntimeError: broken")}
     with pytest.raises(UserError, match="ladder: the reference 'base' does not run: RuntimeError"):
         start(tmp_path / "other", rounds=3)
+
+
+def test_a_timing_that_fails_after_the_first_round_is_tried_once_more(
+    tmp_path: Path, fake: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = fake.finished
+    ends: list[Path] = []
+
+    def once(process: FakeProcess) -> ProcessResult:
+        ends.append(process._log)
+        if process._log.name == f"timings-{slug_of('base')}-round_1.txt" and ends.count(process._log) == 1:
+            return ProcessResult(1, 1.0, process._log)
+        return finished(process)
+
+    monkeypatch.setattr(fake, "finished", once)
+    ledger = start(tmp_path, rounds=3)
+    assert (ledger.selection.out, len(fake.started)) == ({}, 10)
+    assert (ledger.total(), sum(ledger.missing().values())) == (9, 0)
 
 
 def test_every_measurement_has_the_weights(tmp_path: Path) -> None:
