@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class RunFiles:
     environment: Mapping[str, Any]
     classes: tuple[str, ...] | None
     predictions: Predictions | None
-    source: Images | None = field(repr=False)
+    source: Images | None
     missing: str | None = None
 
     @property

@@ -1,6 +1,6 @@
 """What a run will need and take, before it runs.
 
-Read `memory_plan.py` first: the peak of a configuration's step, and the microbatch that fits into a device. `memory.py`
+Read `memory_plan.py` first: the peak of a configuration's step, and the microbatch that fits into a device. `peak.py`
 has the formulas, `activations.py` the measurement on fake tensors, `auto.py` the settings that are `auto`, `race.py`
 what is faster on this CPU.
 

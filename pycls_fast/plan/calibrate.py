@@ -41,7 +41,7 @@ _SIZES, _REPEATS = (2**12, 2**24), 7
 _BLOCK, _PASSES = (384, 18), 10
 
 
-def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
     """The median time of a function, after a first run that does not count."""
 
     def once() -> float:
@@ -52,7 +52,7 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int = _REPEAT
         return time.perf_counter() - start
 
     once()
-    return statistics.median(once() for _ in range(repeats))
+    return statistics.median(once() for _ in range(_REPEATS))
 
 
 # Images of the layers that are timed: in a CPU's caches and beyond; enough for a GPU to compute for longer than its

@@ -62,9 +62,9 @@ class ProcessResult:
 
 
 def _signal(number: int) -> str:
-    named = {each.value: each.name for each in signal.Signals}.get(number, "no name")
     # The kernel sends SIGKILL when memory runs out.
-    return f"killed by signal {number} ({named}{'; out of memory?' if number == signal.SIGKILL else ''})"
+    named = signal.Signals(number).name + ("; out of memory?" if number == signal.SIGKILL else "")
+    return f"killed by signal {number} ({named})"
 
 
 # The last line of a traceback; with several ranks torch prefixes lines with the rank.
@@ -110,7 +110,7 @@ class Process:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=_environment(ranks, devices, tree),
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_die_with_parent,
             )
 
     def finished(self) -> ProcessResult | None:
