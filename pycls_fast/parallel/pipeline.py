@@ -282,10 +282,6 @@ class Pipeline(nn.Module):
             self._average()
         return is_new
 
-    def bubble(self, microbatches: int) -> float:
-        """This rank's idle time in a step as a share of its work."""
-        return bubble(orders(self._schedule, self.group, microbatches), len(self._owners))
-
     def _engine(self, shape: torch.Size, count: int) -> Any:
         def loss_of(outputs: Tensor | tuple[Tensor, Tensor], position: Tensor) -> Tensor:
             logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)

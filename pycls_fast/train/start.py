@@ -93,7 +93,6 @@ def print_table(run: Run) -> None:
         "time": _time(run),
         "memory": _memory(run),
         "device": f"{device_name(world.device)}, {ranks}{threads}{config.precision.name}",
-        "pipeline": _pipeline(run),
         "switches": _switches(run),
         "run folder": str(run.folder.path),
     }
@@ -170,15 +169,6 @@ def _time(run: Run) -> str | None:
     return f"about {duration(seconds) if seconds > 7200 else f'{seconds / 60:.0f} min'}"
 
 
-def _pipeline(run: Run) -> str | None:
-    pipeline = run.step.wrapped.pipeline
-    if pipeline is None:
-        return None
-    idle = pipeline.bubble(run.config.optim.microbatches)
-    stages = f"{run.world.pipeline} ranks, {run.config.parallel.pipeline_schedule}"
-    return f"{stages}: idle for {idle:.0%} of the time that it works"
-
-
 def _switches(run: Run) -> str:
     """The switches that the user has set; config.yaml has all."""
     speed = run.config.speed
@@ -204,7 +194,6 @@ def _notes(run: Run) -> Iterator[str]:
                 f"precision: a step takes {slower:.2g} times as long as with precision={faster} on this CPU; "
                 "precision=auto chooses the faster one"
             )
-    yield from _needless_degrees(run)
     train = run.sources["train"]
     counts = train.class_counts()
     by_class = config.data.sampling != "uniform" or config.loss.class_weights != "none"
@@ -236,25 +225,6 @@ def _raced(config: RunConfig, world: World) -> Race | None:
     """How fast this CPU computes in float32 and bfloat16; None on a GPU, or if the run uses neither."""
     is_raced = build.compute_dtype(config) in (torch.float32, torch.bfloat16) and not build.level(config).float8
     return race(config) if world.device.type == "cpu" and world.is_main and is_raced else None
-
-
-def _needless_degrees(run: Run) -> Iterator[str]:
-    """A note if a step fits without the degrees that divide blocks, experts or the network, which need more exchanges
-    or waiting than whole networks, or their shards, do."""
-    config, world, memory = run.config, run.world, device_memory(run.config, run.world)
-    keys = [f"{name}_degree" for name in ("tensor", "expert", "pipeline")]
-    ones = {key: 1 for key in keys if getattr(config.parallel, key) > 1}
-    if not ones or memory is None or config.data.global_batch_size % world.size:
-        return
-    whole = config.with_values(parallel={"name": config.parallel.facts.name, **ones})
-    made = MemoryPlan.imagined(whole, world.device, world.size, len(run.classes))
-    with suppress(UserError):
-        if made.fewest_microbatches(memory) is not None:
-            without = " ".join(f"parallel.{key}=1" for key in ones)
-            yield (
-                f"parallel: a step fits with {without}, and is faster unless links are slow; compare them with "
-                "pycls-fast plan"
-            )
 
 
 def _memory(run: Run) -> str:

@@ -53,9 +53,7 @@ def test_two_ranks_equal_one(
     """float32, 20 steps: losses to 1e-5, and the same evaluation."""
     one, two = alone(*model), tmp_path / "two"
     overrides = [*SAME, *model, f"data.root={digits}", f"parallel={strategy[0]}", *strategy[1:], f"run_dir={two}"]
-    out = run_process(under_torchrun(command(*overrides), 2), cwd=tmp_path).stdout
-    is_pipeline = "parallel.pipeline_degree=2" in strategy
-    assert ("2 ranks, 1f1b: idle for 50% of the time that it works" in out) == is_pipeline
+    run_process(under_torchrun(command(*overrides), 2), cwd=tmp_path)
     for record in records(two, "train") if model else ():
         assert 1 < record["expert_load"] <= 4
         assert record["dropped_tokens"] == 0

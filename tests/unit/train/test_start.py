@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pycls_fast import build
 from pycls_fast.data.sampling import order_of
@@ -39,13 +38,12 @@ def race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "race", lambda config: Race("fp32", 1.0, None, 0.0))
 
 
-def noted(*overrides: str, size: int = 1) -> list[str]:
-    """The notes of a run of 100 steps on so many ranks."""
+def noted(*overrides: str) -> list[str]:
+    """The notes of a run of 100 steps."""
     config = config_of(*overrides)
-    world = SimpleNamespace(size=size, data_size=1, device=torch.device("cpu"), is_main=True)
     run: Any = SimpleNamespace(
-        config=config, total_steps=100, world=world, switches=build.switches(config, world.device),
-        sources={"train": SyntheticImages(4, 8, 2, 0)}, classes=["a", "b"],
+        config=config, total_steps=100, world=ALONE, switches=build.switches(config, ALONE.device),
+        sources={"train": SyntheticImages(4, 8, 2, 0)},
     )  # fmt: skip
     return list(_notes(run))
 
@@ -116,14 +114,6 @@ def test_notes(monkeypatch: pytest.MonkeyPatch, ratio: float, overrides: list[st
     notes = noted(*overrides)
     assert len(notes) == (told is not None)
     assert told is None or notes[0].startswith(told)
-
-
-@pytest.mark.parametrize(("degree", "memory", "told"), [("tensor", "1GB", 1), ("pipeline", "0.1MB", 0)])
-def test_a_degree_that_is_not_needed(degree: str, memory: str, told: int) -> None:
-    ranks = [f"parallel.{degree}_degree=2", "optim.accumulation_steps=2", f"runtime.device_memory={memory}"]
-    notes = noted("precision=fp32", "speed.compile=off", *ranks, size=2)
-    assert len(notes) == told
-    assert all(f"a step fits with parallel.{degree}_degree=1," in note for note in notes)
 
 
 class Failing(io.StringIO):
