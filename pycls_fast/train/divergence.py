@@ -21,18 +21,19 @@ class DivergenceCheck:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._skipped_in_a_row = 0
-        # Of the latest interval, and since the latest checkpoint.
-        self._loss, self._weights_changed = 0.0, run.saved_step is None
+        self.finite = True
+        """Whether the loss of the latest interval was: a loss scaler skips steps for a while before it gives up, and
+        until then the state, which has diverged, should not replace older checkpoints."""
 
     def check(self, done: int, loss: float, skipped: int, steps: int) -> None:
         """Refuse an interval whose numbers, the same on all ranks, are not finite; with loss scaling, only if they are
         not at any scale that is allowed. In `skipped` of its `steps` gradients were not finite."""
         precision, scaler = self._run.config.precision, self._run.step.scaler
-        self._loss, self._weights_changed = loss, self._weights_changed or skipped < steps
+        self.finite = math.isfinite(loss)
         self._skipped_in_a_row = self._skipped_in_a_row + skipped if skipped == steps else 0
         scale, dynamic = scaler.get_scale(), precision.loss_scale == "dynamic"
         if not scaler.is_enabled():
-            if not math.isfinite(loss) or skipped:
+            if not self.finite or skipped:
                 raise self._error(
                     f"optim.lr: the loss or a gradient is not finite at step {done} (loss {loss:g}); lower optim.lr, "
                     "lengthen schedule.warmup_epochs or set optim.clip_norm"
@@ -48,16 +49,6 @@ class DivergenceCheck:
                 f"not finite at the constant scale {scale:g}; lower it or use precision.loss_scale=dynamic"
             )
 
-    def not_worth_saving(self, *, evaluated: bool = False) -> str | None:
-        """Why the state after the interval checked last should not replace older checkpoints; None if it may.
-
-        A loss scaler skips steps for a while before it gives up. Until then the state is the one that diverged, unless
-        it has been `evaluated` with a finite loss: then an image overflowed.
-        """
-        if not (evaluated or math.isfinite(self._loss)):
-            return "the loss is not finite"
-        return None if self._weights_changed else "every step since the last checkpoint was skipped"
-
     def check_weights(self, done: int) -> None:
         """Refuse to save weights and buffers that are not finite after `done` steps: no later step can be better, as
         batch norm's statistics stay so, too. All ranks call this."""
@@ -66,9 +57,6 @@ class DivergenceCheck:
                 f"optim.lr: weights or batch norm's statistics are not finite after step {done}, which is not saved; "
                 "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
             )
-
-    def saved(self) -> None:
-        self._weights_changed = False
 
     def _error(self, line: str) -> UserError:
         """The error, with the checkpoint before the newest one, which may be bad as well, and the module where it

@@ -155,7 +155,7 @@ class Loop:
             self._evaluate(done)
             if self.evaluations.stop_early(done):
                 run.total_steps = done
-                # Perhaps it was not worth saving before; no later step will be saved.
+                # Perhaps it was not saved before; no later step will be.
                 self._save(done, always=True)
         if save:
             self.clock.start()
@@ -254,7 +254,7 @@ class Loop:
         return self.run.add_record("train", done, **values, **numbers["facts"])
 
     def _save(self, done: int, *, always: bool = False) -> None:
-        """Save a step, unless it is saved or, without `always`, not worth it."""
+        """Save a step, unless it is saved or, without `always`, its loss is not finite."""
         run = self.run
         if run.saved_step != done:
             run.world.at(f"saving step {done}")
@@ -262,13 +262,11 @@ class Loop:
             self._finish_saving(done)
         if run.saved_step == done:
             return
-        reason = None if always else self.divergence.not_worth_saving()
-        if reason is not None:
-            run.display.warn(f"step {done:,} is not saved: {reason}")
+        if not (always or self.divergence.finite):
+            run.display.warn(f"step {done:,} is not saved: the loss is not finite")
             return
         self.divergence.check_weights(done)
         run.save(done)
-        self.divergence.saved()
         if not run.config.runtime.checkpoint_async:
             self._finish_saving(done)
 
@@ -289,13 +287,13 @@ class Loop:
         try:
             self.evaluations.evaluate(done)
         except Stopped:
-            # The evaluation has not changed the state, which was perhaps not worth saving before.
+            # The evaluation has not changed the state, which perhaps was not saved before it.
             self._save(done, always=True)
             raise
         self.evaluation_seconds = time.perf_counter() - began
-        # Without its checkpoint, this evaluation could not be the best. A run that begins with a checkpoint of another
-        # folder has none of this step, either.
-        if self.evaluations.finite and self.divergence.not_worth_saving(evaluated=True) is None:
+        # Without its checkpoint, this evaluation could not be the best: of a run that begins with a checkpoint of
+        # another folder, or if an image has overflowed in training.
+        if self.evaluations.finite:
             self._save(done, always=True)
         self._report_damaged(done)
         if self.run.saver.idle:

@@ -81,31 +81,6 @@ def test_the_interval_that_ends_a_run(
 
 
 @pytest.mark.parametrize(
-    ("saved_step", "intervals", "reason"),
-    [
-        (None, [NONE], None),
-        (10, [SOME], None),
-        (10, [NONE, ALL], None),
-        (10, [ALL, ALL], "every step since the last checkpoint was skipped"),
-        (10, [NONE, (NAN, 1, 10)], "the loss is not finite"),
-        (10, [(NAN, 10, 10), NONE], None),
-        # A run that begins at too large a scale.
-        (None, [ALL], None),
-    ],
-)
-def test_what_is_worth_saving(
-    saved_step: int | None, intervals: list[tuple[float, int, int]], reason: str | None, tmp_path: Path
-) -> None:
-    check = made(tmp_path, "precision=amp_fp16", saved_step=saved_step)
-    for interval in intervals:
-        check.check(10, *interval)
-    assert check.not_worth_saving() == reason
-    check.saved()
-    check.check(20, *ALL)
-    assert check.not_worth_saving() is not None
-
-
-@pytest.mark.parametrize(
     ("name", "dtype", "value"),
     [("0.weight", torch.float16, float("-inf")), ("0.weight", torch.float32, NAN),
      ("1.running_var", torch.bfloat16, float("inf"))],
@@ -123,17 +98,6 @@ def test_weights_that_are_not_finite_are_not_saved(name: str, value: float, dtyp
     first, second, *_ = caught.value.lines
     assert first.startswith("optim.lr: weights or batch norm's statistics are not finite after step 12")
     assert second == f"resume: if step 10 has diverged, too, go back with resume={tmp_path / 'step_000000005'}"
-
-
-def test_what_an_evaluation_shows_to_be_worth_saving(tmp_path: Path) -> None:
-    check = made(tmp_path, "precision=amp_fp16", saved_step=10)
-    check.check(20, NAN, 1, 10)
-    assert check.not_worth_saving() == "the loss is not finite"
-    assert check.not_worth_saving(evaluated=True) is None
-    check.saved()
-    # The same weights again.
-    check.check(30, NAN, 10, 10)
-    assert check.not_worth_saving(evaluated=True) == "every step since the last checkpoint was skipped"
 
 
 def vit() -> nn.Module:
