@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -69,7 +69,8 @@ def _train(config: RunConfig, world: World, on_start: Callable[[Path], None], ca
     ):
         stop.training = True
         on_start(run.folder.path)
-        with open_observers(run) as observers, display, run.saver:
+        memory = enough_to_train(run.config, run.world, len(run.classes))
+        with open_observers(run) as observers, display, run.saver, memory:
             # From here on its configuration stays, even if the first step fails.
             run.folder.keep()
             if world.is_main:
@@ -105,18 +106,6 @@ class Loop:
         self.divergence = DivergenceCheck(run)
 
     def run_to_end(self) -> int:
-        try:
-            with enough_to_train(self.run.config, self.run.world, len(self.run.classes)):
-                return self._run_to_end()
-        except UserError:
-            # The checkpoint that was written last, or still is, may be the best. If this fails, the first error counts.
-            with suppress(Exception):
-                if (path := self.run.saver.finish()) is not None:
-                    self.run.record_saved(path)
-                self.evaluations.keep_if_best()
-            raise
-
-    def _run_to_end(self) -> int:
         run = self.run
         try:
             self._begin()

@@ -57,8 +57,6 @@ class Run(Parts):
     total_steps: int
     start_step: int = 0
     saved_step: int | None = None
-    # How long training waited for that save: for a copy of the state, or until it was written.
-    blocked_seconds: float = 0.0
     # Wall time of earlier processes of this run.
     seconds_before: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -154,16 +152,13 @@ class Run(Parts):
             "seconds": self.seconds(),
             "world_size": self.world.size,
         }
-        begun = time.monotonic()
         self.saver.save(state, step)
-        self.saved_step, self.blocked_seconds = step, time.monotonic() - begun
+        self.saved_step = step
 
     def record_saved(self, path: Path) -> None:
         """Record a checkpoint that is written; on the main rank."""
         if self.world.is_main:
-            blocked = round(self.blocked_seconds, 4)
-            place = str(path.relative_to(self.folder.path))
-            self.add_record("checkpoint", step_of(path), path=place, blocked_seconds=blocked)
+            self.add_record("checkpoint", step_of(path), path=str(path.relative_to(self.folder.path)))
 
     def seconds(self) -> float:
         """Wall time since the run began, without the time between processes."""

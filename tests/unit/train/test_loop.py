@@ -111,22 +111,6 @@ def test_training_does_not_wait_for_the_checkpoint_of_an_evaluation(
     assert step_of((tmp_path / "checkpoints" / "best").resolve()) == best
 
 
-def test_the_best_is_linked_although_an_error_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoint was still being written."""
-    failed = threading.Event()
-
-    def check(self: DivergenceCheck, done: int, *numbers: Any) -> None:
-        if done == 4:
-            failed.set()
-            raise UserError("optim.lr: not finite")
-
-    monkeypatch.setattr(saving, "write", written_after(failed))
-    monkeypatch.setattr(DivergenceCheck, "check", check)
-    with pytest.raises(UserError, match="not finite"):
-        run(tmp_path)
-    assert step_of((tmp_path / "checkpoints" / "best").resolve()) == 3
-
-
 def test_a_stopped_run_is_saved_although_the_write_before_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

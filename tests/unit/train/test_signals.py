@@ -199,7 +199,7 @@ def test_before_the_training_it_ends_at_once(
 
 @pytest.mark.parametrize(
     ("at", "left"),
-    [("open_observers", set()), ("Loop._run_to_end", {"checkpoints", "config.yaml", "environment.json", "log.txt"})],
+    [("open_observers", set()), ("Loop.run_to_end", {"checkpoints", "config.yaml", "environment.json", "log.txt"})],
 )
 def test_a_run_whose_training_begins_keeps_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: Path, at: str, left: set[str]
