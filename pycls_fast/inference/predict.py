@@ -56,12 +56,11 @@ def predict(
     path = None if output is None else output_file(output)
     classifier = load(weights, which=which, device=device, precision=precision)
     unreadable: list[tuple[str, str]] = []
-    too_many = f"{batch_size or BATCH_SIZE} images at a time; use a smaller one"
     # On a terminal the rows of a CSV show how far it is.
     silent = format == "csv" and path is None and sys.stdout.isatty()
     bar = nullcontext(lambda count: None) if silent else progress("predict", len(source), "images")
     found: list[Prediction] = []
-    with enough_memory("batch_size", classifier.device, too_many, cpu="device"), bar as advance:
+    with enough_memory("batch_size", classifier.device, batch_size or BATCH_SIZE), bar as advance:
         predictions = classifier.stream(
             source, batch_size=batch_size, skip=lambda *one: unreadable.append(one), advance=advance, **options
         )

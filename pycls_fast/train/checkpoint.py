@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -177,11 +177,7 @@ class Checkpoint:
             return
         silence_warning()
         try:
-            dcp.load(
-                dict(into),
-                storage_reader=_Reader(self.path),
-                no_dist=True,
-            )
+            dcp.load(dict(into), storage_reader=_Reader(self.path), no_dist=True)
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:
             raise UserError(f"{self.path}: the checkpoint cannot be read ({reason_of(error)})") from error
 
@@ -311,11 +307,8 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         text = read_bytes(Path(self.path) / ".metadata")
-        metadata = _Unpickler(io.BytesIO(text)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("not the description of a distributed checkpoint")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+        metadata: Metadata = _Unpickler(io.BytesIO(text)).load()
+        assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

@@ -30,7 +30,6 @@ from pycls_fast.train.agreement import on_main
 from pycls_fast.train.environment import environment_command
 
 _METRICS_BYTES = 1 << 30
-_WRITTEN = ("checkpoints", "tensorboard", "profile")
 DAMAGED_IMAGE = "damaged image"
 """The event that records a damaged image when a run first meets it."""
 
@@ -158,9 +157,6 @@ class RunFolder:
         while self._lock is None:
             with writing(self.path, key):
                 self.path.mkdir(parents=True, exist_ok=True)
-                for name in _WRITTEN:
-                    if (self.path / name).is_symlink():
-                        raise OSError(f"{name} is a link, which is not followed: link the whole folder instead")
                 found = self._try_lock()
             if found is None:
                 self._remove_leftovers()

@@ -153,7 +153,7 @@ class Loop:
         """Do what comes before the first step: the fit of a new head, and an evaluation that is missing."""
         run = self.run
         if run.fits_head:
-            with enough_to_score(run.config, run.world, cpu=""):
+            with enough_to_score(run.config, run.world):
                 fit_head(run, run.scorer(self._stop_if_asked), self.stop.check, self._report_head)
         start = run.start_step
         if self.evaluations.due(start) and not (self.evaluations.has(start) and run.saved_step == start):

@@ -15,21 +15,17 @@ from pycls_fast.train.environment import device_name
 
 
 @contextmanager
-def enough_memory(key: str, device: torch.device, what: str, *, cpu: str = "") -> Iterator[None]:
-    """Turn torch's out-of-memory error into a `UserError` of one line.
-
-    Args:
-        key: the key to change.
-        what: what did not fit into the device's memory, and the way out.
-        cpu: a key that can choose the CPU instead, if there is one.
-    """
+def enough_memory(key: str, device: torch.device, images: int) -> Iterator[None]:
+    """Turn torch's out-of-memory error with so many images at a time into a `UserError` of one line; `key` is to be
+    changed."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        other = f", or {cpu}=cpu" if cpu and device.type != "cpu" else ""
-        raise UserError(f"{key}: {device_name(device)} is {OUT_OF_MEMORY} with {what}{other}") from error
+        raise UserError(
+            f"{key}: {device_name(device)} is {OUT_OF_MEMORY} with {images} images at a time; use a smaller one"
+        ) from error
 
 
 @contextmanager
@@ -74,10 +70,8 @@ def _what_fits(made: MemoryPlan) -> str:
     return f"use optim.accumulation_steps={steps} (the same result in smaller parts), or "
 
 
-def enough_to_score(config: RunConfig, world: World, *, cpu: str = "runtime.device") -> AbstractContextManager[None]:
+def enough_to_score(config: RunConfig, world: World) -> AbstractContextManager[None]:
     """`enough_memory` for scoring a network; nothing without an `eval_batch_size`: a run then takes training's batches,
     about which `enough_to_train` speaks."""
     size = config.data.eval_batch_size
-    if size is None:
-        return nullcontext()
-    return enough_memory("data.eval_batch_size", world.device, f"{size} images at a time; use a smaller one", cpu=cpu)
+    return nullcontext() if size is None else enough_memory("data.eval_batch_size", world.device, size)

@@ -172,9 +172,6 @@ def _check_resumable(run: Run, path: Path, state: State) -> Changed:
     changed = {key: (before.get(key), now.get(key)) for key in sorted(before | now) if before.get(key) != now.get(key)}
     same = (*_SAME_ON_RESUME, *(f"optim.{key}" for key in run.config.optim.state_keys))
     fixed = {key: pair for key, pair in changed.items() if _under(key, same)}
-    if not state["order"].startswith("blocks-"):
-        # No other order has a buffer.
-        fixed.pop("data.shuffle_buffer", None)
     wrong = [
         f"{key}: {as_typed(new)} now, but {as_typed(old)} when {path} was saved; set it back, or start again in "
         "another run_dir"

@@ -114,7 +114,7 @@ class Evaluations:
 
     def _evaluate_weights(self, done: int, weights: str) -> None:
         run = self.run
-        with enough_to_score(run.config, run.world, cpu=""):
+        with enough_to_score(run.config, run.world):
             result = evaluate(run.scorer(self.after_batch), EvalSet(run.sources["val"]), "evaluating val")
         if not result.count:
             run.damaged.need_images("val", 0, done)

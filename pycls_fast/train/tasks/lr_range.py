@@ -112,7 +112,7 @@ def _sweep(training: ShortTraining, rates: Sequence[float]) -> list[float]:
         if training.fits_head:
             # Of rates that a random head bears, many are too high for one that fits.
             scorer = Scorer(config, training.step.wrapped, world, training.switches, display, training.damaged)
-            with enough_to_score(config, world, cpu=""):
+            with enough_to_score(config, world):
                 fit_head(training, scorer, lambda: None, lambda line, **numbers: display.note(line))
         display.begin_training(0, len(rates))
         for number in range(len(rates)):

@@ -342,8 +342,6 @@ def test_as_many_other_images() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        # A buffer that nothing reads.
-        (["data.shuffle_buffer=8"], ["data.shuffle_buffer 16384 -> 8"]),
         (["optim.lr=0.25", "augment.hflip=0.125"], ["augment.hflip 0.0 -> 0.125", "optim.lr 0.002 -> 0.25"]),
         (
             ["parallel.compression=bf16", "speed.activation_compression=8bit"],
