@@ -71,7 +71,7 @@ def draw_maps(
         rows = [[cell, *_drawn(cell.picture, each, kind, heads)] for cell, each in zip(pictures, values, strict=True)]
         columns = len(rows[0])
         cells = [cell for row in rows for cell in row]
-        for file in write_sheets(cells, path, columns=columns, page=columns * max(120 // columns, 1)):
+        for file in write_sheets(cells, path, columns=columns):
             print(file)
     report_unreadable(unreadable, len(source))
     return DONE if pictures else MISTAKE

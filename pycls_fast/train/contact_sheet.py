@@ -11,11 +11,11 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pycls_fast.errors import refusing
 
-PAGE = 120
-"""Cells per file; further pictures go to further files."""
 SIDE = 192
 """The side of a picture's square, in pixels."""
 
+# Cells per file, or the next smaller multiple of the columns.
+_MOST = 120
 _MARGIN, _LINE, _STRIP = 8, 17, 24
 # For scripts that matplotlib's own font lacks; those that are not installed are left out.
 _OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans Devanagari", "Noto Sans Thai", "WenQuanYi Zen Hei", "Arial Unicode MS")
@@ -31,12 +31,10 @@ class Cell:
     lines: Sequence[str] = ()
 
 
-def write_sheets(
-    cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = SIDE, page: int = PAGE
-) -> list[Path]:
-    """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it:
-    `page` in a file, a multiple of `columns`, each with a square of `side` pixels."""
-    written = []
+def write_sheets(cells: Sequence[Cell], path: Path, *, columns: int = 6, side: int = SIDE) -> list[Path]:
+    """Write `path`, in the format of its suffix, and `NAME_2.png`, `NAME_3.png`, ... for cells that do not fit on it,
+    each with a square of `side` pixels."""
+    written, page = [], columns * max(_MOST // columns, 1)
     for number, start in enumerate(range(0, len(cells), page), start=1):
         file = path if number == 1 else path.with_name(f"{path.stem}_{number}{path.suffix}")
         sheet = draw_sheet(cells[start : start + page], columns=columns, side=side)

@@ -329,7 +329,7 @@ class Loop:
                 run.display.note(note, whole=True)
             # Last: a launcher may kill this, and everything else is done.
             try:
-                summarise(run, self.observers, self.clock, memory, stopped=(signal, step))
+                summarise(run, self.observers, memory, stopped=(signal, step))
             except UserError as error:
                 run.display.warn(error.lines[0])
         return STOPPED
@@ -340,5 +340,5 @@ class Loop:
         self._finish_saving(run.total_steps)
         memory = max(run.world.gather(self.memory.bytes()))
         # The other ranks wait: their script may read the summary next.
-        result = summarise(run, self.observers, self.clock, memory) if run.world.is_main else None
+        result = summarise(run, self.observers, memory) if run.world.is_main else None
         return run.world.from_main(result)

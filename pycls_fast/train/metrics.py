@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import math
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +92,6 @@ class Clock:
     waited: float = 0.0
     images: int = 0
     steps: int = 0
-    # (seconds per step, images per second) of every interval.
-    intervals: list[tuple[float, float]] = field(default_factory=list)
 
     def start(self) -> None:
         self.started = time.perf_counter()
@@ -109,19 +105,13 @@ class Clock:
         """Rates of the interval, in which the slowest rank `waited` for data, once the device has finished; starts
         anew."""
         seconds = time.perf_counter() - self.started
-        step_seconds, rate = seconds / self.steps, self.images / seconds
-        self.intervals.append((step_seconds, rate))
-        rates = {"images_per_second": rate, "step_seconds": step_seconds, "data_wait_fraction": waited / seconds}
+        rates = {
+            "images_per_second": self.images / seconds,
+            "step_seconds": seconds / self.steps,
+            "data_wait_fraction": waited / seconds,
+        }
         self.start()
         return rates
-
-    def medians(self) -> tuple[float, float]:
-        """Median (seconds per step, images per second), without the first interval (warm-up) if there are others."""
-        intervals = self.intervals[1:] or self.intervals
-        if not intervals:
-            return math.nan, math.nan
-        seconds, rates = zip(*intervals, strict=True)
-        return statistics.median(seconds), statistics.median(rates)
 
 
 def reset_memory_peak(device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pycls_fast.errors import UserError
@@ -12,7 +13,6 @@ from pycls_fast.train.display import epochs, scores_text
 from pycls_fast.train.environment import device_name, versions
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.folder import writing
-from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import draw_confusion, draw_curves, write_page
 from pycls_fast.train.run_state import Run
@@ -20,21 +20,14 @@ from pycls_fast.train.saved_weights import open_weights, write_weights
 from pycls_fast.train.validation import primary_and_best
 
 
-def summarise(
-    run: Run, observers: Observers, clock: Clock, memory: int, *, stopped: tuple[str, int] | None = None
-) -> float | None:
+def summarise(run: Run, observers: Observers, memory: int, *, stopped: tuple[str, int] | None = None) -> float | None:
     """Write `summary.json`, the pictures, `best.safetensors` and `index.html`; print the result of a run that is done
     and give it to the trackers. On the main rank.
 
     `memory` is the peak over the ranks, in bytes; `stopped` the signal that ended the run, and the step that is saved.
     Returns what a sweeper minimises; see `objective`.
     """
-    if not clock.intervals:
-        # Nothing was left to train: report the speed and memory of the earlier processes.
-        trained = list(run.folder.records("train"))
-        clock = Clock(intervals=[(record["step_seconds"], record["images_per_second"]) for record in trained])
-        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
-    values = summary_values(run, clock, memory, stopped)
+    values = summary_values(run, memory, stopped)
     if not _is_complete(run):
         _draw(run)
         _write_best_weights(run, values["best"])
@@ -88,10 +81,13 @@ def _is_complete(run: Run) -> bool:
     return done and summary.get("steps") == run.total_steps and summary.get("final") is not None
 
 
-def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
+def summary_values(run: Run, memory: int, stopped: tuple[str, int] | None = None) -> dict[str, Any]:
     """The values of `summary.json`; see `summarise`."""
     primary, best = primary_and_best(run)
-    step_seconds, rate = clock.medians()
+    trained = list(run.folder.records("train"))
+    if run.start_step == run.total_steps:
+        # Nothing was left to train.
+        memory = max((record["memory_peak_bytes"] for record in trained), default=memory)
     signal, steps = (None, run.total_steps) if stopped is None else stopped
     return {
         "config_name": run.config.config_name,
@@ -101,8 +97,8 @@ def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int]
         "epochs": run.epoch(steps),
         "final": primary[-1] if primary else None,
         "best": None if best is None else primary[best],
-        "images_per_second": rate,
-        "step_seconds_p50": step_seconds,
+        "images_per_second": _median(trained, "images_per_second"),
+        "step_seconds_p50": _median(trained, "step_seconds"),
         "memory_peak_bytes": memory,
         "parameters": run.complexity.parameters,
         "forward_flops_per_image": run.complexity.forward_flops,
@@ -112,6 +108,12 @@ def summary_values(run: Run, clock: Clock, memory: int, stopped: tuple[str, int]
         "device": device_name(run.world.device),
         "versions": versions(),
     }
+
+
+def _median(trained: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """That of the intervals, without the first one (warm-up) if there are others; None without any."""
+    values = [record[name] for record in trained]
+    return statistics.median(values[1:] or values) if values else None
 
 
 def objective(best: Mapping[str, Any], metric: str) -> float | None:

@@ -337,8 +337,11 @@ def test_a_picture_keeps_its_proportions_and_small_ones_their_pixels() -> None:
 
 
 @pytest.mark.parametrize(("count", "files"), [(1, 1), (6, 1), (7, 2), (13, 3)])
-def test_more_pictures_go_to_more_files(tmp_path: Path, count: int, files: int) -> None:
-    written = write_sheets([cell()] * count, tmp_path / "sheet.png", columns=3, side=30, page=6)
+def test_more_pictures_go_to_more_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, files: int
+) -> None:
+    monkeypatch.setattr("pycls_fast.train.contact_sheet._MOST", 7)
+    written = write_sheets([cell()] * count, tmp_path / "sheet.png", columns=3, side=30)
     assert [file.name for file in written] == ["sheet.png", "sheet_2.png", "sheet_3.png"][:files]
     heights = [np.asarray(Image.open(file)).shape[0] for file in written]
     assert heights[:-1] == [2 * (30 + 24 + 8 + 34) + 8] * (files - 1)

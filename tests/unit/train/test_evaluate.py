@@ -34,7 +34,6 @@ from pycls_fast.train.by_class import class_scores, confusion, roc_auc, set_scor
 from pycls_fast.train.display import Display, scores_text
 from pycls_fast.train.evaluate import DamagedImages, Evaluation, FlipAveraged, Predictions, Scorer, evaluate
 from pycls_fast.train.folder import RunFolder
-from pycls_fast.train.metrics import Clock
 from pycls_fast.train.observers import Observers
 from pycls_fast.train.pictures import _shares, draw_confusion, draw_curves, write_page
 from pycls_fast.train.summary import summary_values
@@ -427,6 +426,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         complexity=SimpleNamespace(parameters=1, forward_flops=1),
         config=config_of("data.root=x", f"schedule.best_metric={metric}"),
         world=world,
+        start_step=0,
         total_steps=5,
         epoch=float,
         seconds=lambda: 1.0,
@@ -437,7 +437,7 @@ def test_the_best_is_one_for_the_link_and_the_summary(tmp_path: Path, metric: st
         folder.add_record("eval", step, step, split="val", weights="model", count=9, top1=top1, loss=loss)
         evaluations.keep_if_best()
     assert step_of((folder.checkpoints / "best").resolve()) == best
-    assert summary_values(run, Clock(), 1)["best"]["step"] == best
+    assert summary_values(run, 1)["best"]["step"] == best
 
 
 def test_scores_that_say_nothing_new_are_not_shown() -> None:
