@@ -214,17 +214,15 @@ class Loop:
     def _log(self, done: int) -> None:
         """Read and check the numbers since the last call, record and show them; all ranks call this."""
         run = self.run
-        numbers = self.metrics.read(run.world, damaged=len(run.damaged.noted), waited=self.clock.waited)
-        steps = self.clock.steps
-        numbers |= self.clock.read(numbers["waited"])
+        numbers, steps = self.metrics.read(run.world), self.clock.steps
+        numbers |= self.clock.read(run.world)
         self.divergence.check(done, numbers["loss"], int(numbers["skipped_steps"]), steps)
         if run.world.is_main:
             record = self._record(done, numbers)
             left = self._seconds_left(done, record["step_seconds"])
             run.display.training(record, run.total_steps, epochs=run.config.schedule.epochs, seconds_left=left)
             self.observers.add(record)
-        if numbers["damaged"]:
-            self._report_damaged(done)
+        self._report_damaged(done)
 
     def _seconds_left(self, done: int, step_seconds: float) -> float:
         """What the steps after this one take, and the evaluations from this one on if one has been timed."""

@@ -21,7 +21,7 @@ from pycls_fast.train.folder import writing
 
 
 class TrainMetrics:
-    """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps, damaged]`.
+    """Sums over the steps of an interval, in one vector: `[loss, finite grad norms, finite steps, steps]`.
 
     Args:
         read: "interval" keeps the sums on the device, and the host reads them once an interval; with "step" the host
@@ -32,10 +32,10 @@ class TrainMetrics:
         self._reads = read == "step"
         self._device = device
         place = torch.device("cpu") if self._reads else device
-        self._sums = torch.zeros(5, dtype=torch.float64, device=place)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=place)
         self._facts: dict[str, Tensor | float] = {}
         # Views: adding to `_sums[i]` would also copy the sum onto itself.
-        self._loss, self._norms, self._finite, self._steps, self._damaged = (self._sums[i] for i in range(5))
+        self._loss, self._norms, self._finite, self._steps = (self._sums[i] for i in range(4))
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a microbatch's share of the step's mean loss."""
@@ -55,30 +55,20 @@ class TrainMetrics:
         self._finite += finite
         self._steps += 1
 
-    def read(self, world: World, *, damaged: int = 0, waited: float = 0.0) -> dict[str, Any]:
+    def read(self, world: World) -> dict[str, Any]:
         """Means over the interval and the ranks; starts a new one. With "interval", this is the only wait for the
-        device.
-
-        The result has the sum of the damaged images that the ranks have to report, and the longest time that one of
-        them waited for data: the others wait for that rank when gradients are exchanged.
-        """
-        self._damaged += damaged
-        # A place for each rank, so that the sum over the ranks keeps them apart.
-        waits = torch.zeros(world.data_size, dtype=torch.float64, device=self._device)
-        waits[world.data_rank] = waited
+        device."""
         facts = [torch.as_tensor(value, device=self._device).view(1) for value in self._facts.values()]
-        values = world.sum(torch.cat([self._sums.to(self._device), waits, *facts])).tolist()
+        sums = world.sum(torch.cat([self._sums.to(self._device), *facts])).tolist()
         # Sums over the ranks, steps included. The norm is the same on every rank; the loss is not.
-        loss, norms, finite, steps, reports = values[:5]
-        means = {name: value / steps for name, value in zip(self._facts, values[5 + world.data_size :], strict=True)}
+        loss, norms, finite, steps = sums[:4]
+        means = {name: value / steps for name, value in zip(self._facts, sums[4:], strict=True)}
         self._sums.zero_()
         self._facts.clear()
         return {
             "loss": loss / max(steps, 1),
             "grad_norm": norms / finite if finite else float("nan"),
             "skipped_steps": round((steps - finite) / world.data_size),
-            "damaged": round(reports),
-            "waited": max(values[5 : 5 + world.data_size]),
             "facts": means,
         }
 
@@ -101,14 +91,16 @@ class Clock:
         self.images += images
         self.steps += 1
 
-    def read(self, waited: float) -> dict[str, float]:
-        """Rates of the interval, in which the slowest rank `waited` for data, once the device has finished; starts
-        anew."""
+    def read(self, world: World) -> dict[str, float]:
+        """Rates of the interval once the device has finished; starts anew. All ranks call this.
+
+        Of the data the longest wait counts: the other ranks wait for that one when gradients are exchanged.
+        """
         seconds = time.perf_counter() - self.started
         rates = {
             "images_per_second": self.images / seconds,
             "step_seconds": seconds / self.steps,
-            "data_wait_fraction": waited / seconds,
+            "data_wait_fraction": max(world.gather(self.waited)) / seconds,
         }
         self.start()
         return rates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from safetensors.torch import save_file
 
 from pycls_fast import build
 from pycls_fast.config import load_config
-from pycls_fast.errors import UserError
 from pycls_fast.speed import Speed
 from pycls_fast.train import train
 from pycls_fast.train.evaluate import Predictions
 from pycls_fast.train.load_weights import load_weights
 from pycls_fast.train.tasks.score import score_neighbours
-from tests.factories import class_folders, load_run_config
+from tests.factories import load_run_config
 from tests.integration.runs import command, newest_checkpoint, records, run_process, scored, under_torchrun
 
 NAMES = ("..brown 🐻 bear's $x^2$"[2:], "Übergröße & 猫 ", "jpg.old (2) [x]={a,b}")
@@ -229,23 +227,3 @@ def test_two_ranks_fit_the_head_of_one(images: Path, weights: Path, tmp_path: Pa
     (one,), (two,) = (averaged(tmp_path / name) for name in ("single", strategy))
     assert one["top1"] == two["top1"] > 60
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head", ["zero", "small"])
-def test_a_head_that_is_not_fitted(images: Path, weights: Path, tmp_path: Path, head: str) -> None:
-    """It begins by knowing nothing: with a loss of ln 3, or nearly so."""
-    finetune(images, tmp_path, f"weights={weights}", f"head={head}", "schedule.max_steps=1",
-             "runtime.log_every_steps=1", "loss.label_smoothing=0")  # fmt: skip
-    assert records(tmp_path, "train")[0]["loss"] == pytest.approx(math.log(3), abs=1e-5 if head == "zero" else 0.3)
-    assert not [record for record in averaged(tmp_path) if record["step"] == 0]
-
-
-@pytest.mark.slow
-def test_too_few_classes_or_images(weights: Path, tmp_path: Path) -> None:
-    for counts, line in (
-        ({"cat": 5}, r"^data.root: only one class \(cat\)"),
-        ({"cat": 5, "dog": 1}, r"^data.root: .*a single image in the class dog"),
-    ):
-        with pytest.raises(UserError, match=line):
-            finetune(class_folders(tmp_path / str(len(counts)), **counts), tmp_path / "run", f"weights={weights}")

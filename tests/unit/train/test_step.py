@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import SWITCHES, Speed
 from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
-from pycls_fast.train.metrics import TrainMetrics
+from pycls_fast.train.metrics import Clock, TrainMetrics
 from pycls_fast.train.step import WARM_UP, Action, GraphedStep
 from tests.factories import config_of, nudge
 
@@ -360,18 +361,12 @@ def test_the_numbers_of_a_network_are_means_over_the_steps() -> None:
     assert metrics.read(ALONE)["facts"] == {}
 
 
-def test_the_rank_that_waited_longest_for_data_counts() -> None:
+def test_the_rank_that_waited_longest_for_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it, so that their own numbers hide what the step waits for."""
 
     class Three(World):
-        def sum(self, values: Tensor) -> Tensor:
-            # These two waited, and trained as this one.
-            return torch.cat([3 * values[:5], values[5:] + torch.tensor([0.25, 2.0, 0.0])])
+        def gather(self, value: Any) -> list[Any]:
+            return [0.25, 2.0, value]
 
-    metrics = TrainMetrics(CPU)
-    metrics.add_loss(torch.tensor(3.0))
-    metrics.add_step(torch.tensor(1.0))
-    numbers = metrics.read(Three(2, 3, CPU), waited=0.5)
-    assert numbers["waited"] == 2.0
-    assert numbers["loss"] == 3.0
-    assert metrics.read(ALONE, waited=0.5)["waited"] == 0.5
+    monkeypatch.setattr(time, "perf_counter", lambda: 4.0)
+    assert Clock(waited=0.5, images=8, steps=1).read(Three(2, 3, CPU))["data_wait_fraction"] == 0.5

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -266,20 +266,3 @@ def test_only_rank_0_writes(service: Service, tmp_path: Path) -> None:
     with open_observers(run_of_rank) as observers:
         observers.add({"kind": "train", "step": 1, "loss": 1.0})
     assert not service.runs
-
-
-def test_a_mistake_at_the_end_of_a_stopped_run_is_a_warning(tmp_path: Path) -> None:
-    class Remote(Noted, name="remote_full"):
-        remote: ClassVar[bool] = True
-
-        def end(self, status: int, final: Mapping[str, float]) -> None:
-            raise UserError("trackers: the account is full")
-
-    told: list[str] = []
-    run_of_rank: Any = SimpleNamespace(folder=RunFolder(tmp_path), display=SimpleNamespace(warn=told.append))
-    with Observers(run_of_rank) as observers:
-        observers.trackers = [Remote()]
-        observers.status = STOPPED
-    assert told == [
-        "trackers: remote_full failed (UserError: trackers: the account is full); the run continues without it"
-    ]
