@@ -318,35 +318,6 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-@contextmanager
-def cleanup_at_signals() -> Iterator[None]:
-    """Within the block, SIGTERM and SIGHUP (unless `nohup` ignores it) end the process after a line and the cleanup.
-
-    The status is that of the bare signal, which would leave the locks of other processes. A second signal ends the
-    process at once.
-    """
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    # None is a handler that Python did not set and cannot set again.
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def end(number: int, frame: FrameType | None) -> None:
-        restore()
-        say_at_once(f"interrupted: {signal.Signals(number).name} ended this at once")
-        raise SystemExit(128 + number)
-
-    for number in before:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        restore()
-
-
 def end_imports_at_ctrl_c() -> None:
     """From now on, Ctrl-C during an import is one line and status 130.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Verb
-from pycls_fast.errors import DONE, MISTAKE, UserError, cleanup_at_signals, first_few, one_of, printable, refuse
+from pycls_fast.errors import DONE, MISTAKE, UserError, first_few, one_of, printable, refuse
 from pycls_fast.files import user_path
 from pycls_fast.precision import Name
 from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
@@ -53,6 +53,7 @@ class PrepareVerb(Verb, experiment="resnet50", words=("mode",)):
         if self.mode == "pack" and self.output is None:
             raise UserError("output: not set; give the folder for the packed splits as output=FOLDER")
         from pycls_fast import build
+        from pycls_fast.train.signals import stop_requests
 
         with build.world(config) as world:
             splits = build.sources(config, world, index_all=self.mode == "index")
@@ -62,7 +63,8 @@ class PrepareVerb(Verb, experiment="resnet50", words=("mode",)):
         for name, source in chosen.items():
             _tell(f"{name}: {source.describe()}")
         workers = build.num_workers(config)
-        with cleanup_at_signals():
+        # Before a training begins, a signal ends the process after the cleanup.
+        with stop_requests():
             if self.mode == "pack":
                 return self._pack(config, chosen, workers)
             if self.mode == "index":
