@@ -11,7 +11,6 @@ A field holds all that is known of its switch: what `--help`, the ladder of all 
 from __future__ import annotations
 
 import dataclasses
-import platform
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,9 +27,6 @@ from pycls_fast.values import Off, OffOn
 Numerics = Literal["identical", "rounding", "training"]
 Device = Literal["cpu", "cuda"]
 Fast = Literal["cpu", "cuda", "cpu16", "cuda16"]
-
-# Some process settings exist only in glibc.
-HAS_GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 @dataclass(frozen=True)
@@ -319,10 +315,6 @@ def resolve(asked: Speed, device: Device, optimizer: Optimizer | None = None, *,
                 f"use speed.{name}={usable}"
             )
         values[name] = value
-    if values["allocator"] == "keep" and not HAS_GLIBC:
-        problems.append(
-            "speed.allocator: keep needs glibc, which this system does not have; use speed.allocator=default"
-        )
     resolved = asked.replace(**values)
     if optimizer is not None and not problems:
         resolved = _fit_optimizer(resolved, device, optimizer, by_hand="optimizer" in by_hand)
@@ -331,7 +323,7 @@ def resolve(asked: Speed, device: Device, optimizer: Optimizer | None = None, *,
 
 
 def _preset_value(preset: str, switch: Switch, device: Device, *, in_16_bits: bool) -> str:
-    if preset == "fast" and (switch.name != "allocator" or HAS_GLIBC):
+    if preset == "fast":
         return switch.best(device, in_16_bits=in_16_bits)
     return META2022.get(switch.name, switch.reference) if preset == "meta2022" else switch.reference
 

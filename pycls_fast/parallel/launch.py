@@ -298,7 +298,7 @@ def keep_freed_memory(keep: bool) -> None:
     When it is kept, the process stays at its peak size. torch's CPU tensors are such blocks; by default most
     activations of a step are returned in its backward pass, and the next step gets the memory page by page, zeroed by
     the kernel. After turning this off, the process still holds part of its memory, so compare the two settings in
-    separate processes. (`speed.resolve` ensures that there is glibc.)
+    separate processes.
     """
     global _keeps
     if keep == _keeps:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycls_fast import build, speed
+from pycls_fast import build
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.errors import UserError
 from pycls_fast.models.complexity import complexity
@@ -107,15 +107,6 @@ def test_every_value_that_the_device_cannot_run_is_refused_with_the_way_out() ->
     with pytest.raises(UserError) as caught:
         resolve(Speed(input_copy="prefetch", cuda_graphs="on"), "cpu")
     assert len(caught.value.lines) == 2
-
-
-def test_malloc_is_told_nothing_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = Speed(preset="fast")
-    assert resolve(fast, "cpu").allocator == ("keep" if speed.HAS_GLIBC else "default")
-    monkeypatch.setattr(speed, "HAS_GLIBC", False)
-    assert resolve(fast, "cpu").allocator == "default"
-    with pytest.raises(UserError, match=r"speed\.allocator: keep needs glibc.*use speed\.allocator=default"):
-        resolve(Speed(allocator="keep"), "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -20,7 +20,6 @@ from pycls_fast.parallel import launch, rendezvous
 from pycls_fast.parallel.launch import choose_device, degrees, start_world
 from pycls_fast.parallel.rendezvous import meet, report_mistake
 from pycls_fast.parallel.world import World
-from pycls_fast.speed import HAS_GLIBC
 from pycls_fast.strategies import Parallel
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID",
@@ -250,7 +249,6 @@ for word in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_GLIBC, reason="malloc of another C library")
 def test_a_step_gets_the_pages_of_the_step_before_it() -> None:
     command = [sys.executable, "-c", SCRIPT, "default", "keep", "keep"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
