@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from pycls_fast.choice import Choice
 from pycls_fast.errors import UserError
@@ -52,13 +52,6 @@ class SigmoidLoss(Loss, name="bce"):
     """Average the classes as timm does, or add them as big_vision does."""
     bce_threshold: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """Classes with a larger share of a mixed image get the target 1, all others 0; null: the share is the target."""
-
-    @field_validator("bce_threshold")
-    @classmethod
-    def _without_weights(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("class_weights") == "auto":
-            raise ValueError("rounds the shares of a mixed image, which loss.class_weights weights; use one of the two")
-        return value
 
     def build(self, classes: int) -> BinaryCrossEntropy:
         """The loss; a `UserError` if the threshold gives every class the same target."""

@@ -188,25 +188,16 @@ class FusedLoss:
     """
 
     def __init__(self, plain: LossFunction, **compiler: Any) -> None:
-        def mixed(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor, lam: Tensor) -> Tensor:
+        def of_pairs(logits_BK: Tensor, labels_B: Tensor, mixed_B: Tensor | None, lam: Tensor) -> Tensor:
             return plain(logits_BK, Targets(labels_B, mixed_B, lam))
 
-        def single(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-            return plain(logits_BK, Targets(labels_B))
-
         self.plain = plain
-        forms: tuple[Callable[..., Any], ...] = (mixed, single)
-        self._mixed, self._single = (torch.compile(form, fullgraph=True, dynamic=False, **compiler) for form in forms)
+        self._compiled = torch.compile(of_pairs, fullgraph=True, dynamic=False, **compiler)
 
     def __call__(self, logits_BK: Tensor, targets: Targets) -> Tensor:
-        loss: Tensor
-        if targets.mixed_B is None:
-            loss = self._single(logits_BK, targets.labels_B)
-        else:
-            # Filled on the device: no sync.
-            lam = logits_BK.new_ones((), dtype=torch.promote_types(logits_BK.dtype, torch.float32)) * targets.lam
-            loss = self._mixed(logits_BK, targets.labels_B, targets.mixed_B, lam)
-        return loss
+        # Filled on the device: no sync.
+        lam = logits_BK.new_ones((), dtype=torch.promote_types(logits_BK.dtype, torch.float32)) * targets.lam
+        return self._compiled(logits_BK, targets.labels_B, targets.mixed_B, lam)
 
 
 def _one_hot(labels_B: Tensor, like_BK: Tensor) -> Tensor:

@@ -339,6 +339,8 @@ _ROWS: tuple[tuple[str | Condition, str | Condition, str, str], ...] = (
     ("distill.teacher!=null", "data.image_size_schedule!=[]", "the teacher is built for one size of images",
      "data.image_size_schedule=[] or distill.teacher=null"),
     ("speed.cuda_graphs=on", "distill.teacher!=null", "the teacher is not recorded", _NO_RECORDING),
+    ("loss.bce_threshold!=null", "loss.class_weights=auto", "it rounds the shares of a mixed image, which are weighted",
+     "loss.bce_threshold=null or loss.class_weights=none"),
     ("loss.class_weights!=none", "data.sampling!=uniform",
      "rare classes are already shown more often", "loss.class_weights=none or data.sampling=uniform"),
 )

@@ -29,6 +29,7 @@ OTHER = {
     "data.shard_cache_gib": "1.0 data.source=tar",
     "data.val": "val.tar data.source=tar",
     "distill.teacher": "some.safetensors",
+    "loss.bce_threshold": "0.2 loss=bce",
     "loss.class_weights": "auto",
     "model.drop_path": "0.1",
     "model.experts": "4",
