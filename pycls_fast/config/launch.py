@@ -333,11 +333,6 @@ def _sweep_settings(overrides: Sequence[str], *, multirun: bool) -> Iterator[lis
     chosen = dict(override.split("=", 1) for override in overrides if override.startswith("hydra/"))
     sweeper = chosen.get("hydra/sweeper", "basic")
     if sweeper != "basic":
-        if "RANK" in os.environ:
-            raise UserError(
-                f"hydra/sweeper: under torchrun each rank's {sweeper} would choose its own values; start one process "
-                "without torchrun, or give each run its ranks with hydra/launcher=submitit_local or submitit_slurm"
-            )
         # It writes its result there.
         folder = f"multirun/{sweeper}-{timestamp()}"
         print_lines("note", [f"the result of {sweeper} will be in {folder}"])

@@ -159,16 +159,11 @@ def test_a_sweeper_that_optimizes_gets_the_objective(tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "fake.py").write_text(SWEEPER)
     script = own_tool(tmp_path, "return Finished(config.seed / 2) if config.seed < 3 else 2")
-    paths, arguments = f"{ROOT}:{tmp_path}", ("--multirun", "hydra/sweeper=fake")
-    done = process(script, *arguments, cwd=tmp_path, PYTHONPATH=paths)
+    done = process(script, "--multirun", "hydra/sweeper=fake", cwd=tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 2, done.stderr
     (file,) = tmp_path.glob("multirun/fake-*/found.json")
     assert done.stderr == f"note: the result of fake will be in {file.parent.relative_to(tmp_path)}\n"
     assert file.read_text() == "[0.5, 1.0, null]"
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    refused = process(script, *arguments, cwd=tmp_path, PYTHONPATH=paths, **ranks)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: hydra/sweeper: under torchrun each rank's fake would choose its own")
 
 
 @pytest.mark.parametrize("override", ["seed=-1", "speed={compile: off, gelu: polynomial}", "weights=gone.safetensors"])
