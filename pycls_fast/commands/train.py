@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pycls_fast.config import Purpose, RunConfig, Verb
-from pycls_fast.errors import DONE, MISTAKE, UserError, first_few, one_of, printable, refuse
+from pycls_fast.errors import DONE, MISTAKE, UserError, first_few, one_of, printable
 from pycls_fast.files import user_path
 from pycls_fast.precision import Name
 from pycls_fast.values import AUTO, PositiveFloat, PositiveInt, Text
@@ -219,11 +219,6 @@ class PlanVerb(
 
         flags, typed = same_command(options=type(self))
         # Before the work, so that nothing is lost.
-        refuse(
-            f"write: {each}: $(cat FILE) takes it apart at its space; set it in the experiment's file"
-            for each in (*flags, *typed)
-            if self.write is not None and any(map(str.isspace, each))
-        )
         written = None if self.write is None else output_file(self.write, key="write")
         table = None if self.output is None else output_file(f"{self.output}/plan.json")
         batch = config.data.global_batch_size

@@ -401,7 +401,6 @@ def test_what_it_writes_is_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["write=chosen", "data.root=a b"], "error: write: ++data.root=a b: $(cat FILE) takes it apart"),
         (["cluster=h100x8", "write=file/chosen"], "error: write: file/chosen cannot be written ("),
         (["cluster=b200x8"], "error: cluster: must be one of "),
         (
