@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pycls_fast.config.keys import as_typed
 from pycls_fast.config.run import RunConfig
 from pycls_fast.models.choices import ResNetModel, ViTModel
-from pycls_fast.precision import LEVELS
 from pycls_fast.strategies import TURNS, Parallel
 from pycls_fast.values import AUTO, Size
 
@@ -70,13 +69,6 @@ def misfits(config: RunConfig) -> Iterator[tuple[str, str]]:
     if augment.mixes and batch == parts:
         alone = f"{batch} leaves one image in a microbatch, and mixing needs two"
         yield "data.global_batch_size", f"{alone}; use data.global_batch_size={2 * batch} or augment.mix_probability=0"
-    if "all" in config.optim.trainable and len(config.optim.trainable) > 1:
-        yield "optim.trainable", "all includes everything; use all alone, or what is to be trained"
-    precision = config.precision
-    scales = LEVELS[precision.name].scaled and precision.loss_scale == "dynamic"
-    if scales and precision.loss_scale_floor > precision.loss_scale_start:
-        largest = f"precision.loss_scale_start={precision.loss_scale_start:g}"
-        yield "precision.loss_scale_floor", f"must not be larger than {largest}"
     if schedule.epochs != AUTO and schedule.warmup_epochs > schedule.epochs:
         longer = f"{schedule.warmup_epochs:g} is longer than the training of schedule.epochs={schedule.epochs}"
         yield "schedule.warmup_epochs", f"{longer}; use schedule.warmup_epochs={schedule.epochs} or less"

@@ -202,7 +202,6 @@ def test_a_model_of_ones_own_has_the_switches_that_it_names() -> None:
         ("vit_digits", ["model.depth=1000000"], "model.depth"),
         ("vit_digits", ["data.global_batch_size=31", "optim.accumulation_steps=2"], "data.global_batch_size"),
         ("vit_digits", ["data.global_batch_size=1", "augment.mixup_alpha=0.2"], "data.global_batch_size"),
-        ("vit_digits", ["precision=amp_fp16", "precision.loss_scale_floor=1e9"], "precision.loss_scale_floor"),
         ("resnet_digits", ["model.stem=imagenet", "data.image_size=24"], "data.image_size"),
     ],
 )  # fmt: skip
