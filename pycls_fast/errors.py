@@ -275,17 +275,11 @@ def is_first_of_node() -> bool:
     return not (_is_number(ranks) and int(ranks) > 1 and _is_number(rank) and int(rank) > 0)
 
 
-_NUMBERS = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT",
-    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK",
-)  # fmt: skip
-
-
 def check_launcher() -> None:
     """Refuse to go on if the current folder is gone, or a launcher's environment variable is missing or unusable."""
     with refusing("the current folder is gone", FileNotFoundError, use="change to one that is there"):
         Path.cwd()
-    values = {name: os.environ.get(name, "0") for name in _NUMBERS}
+    values = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not _is_number(text)]
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not wrong and size != "1" and "SUBMITIT_EXECUTOR" not in os.environ:

@@ -36,7 +36,6 @@ def test_the_first_line_of_any_error() -> None:
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
         ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK"),
