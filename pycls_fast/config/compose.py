@@ -103,9 +103,9 @@ class Composed:
             places.append((f"{group}/{self.choices[group]}", rest))
         files = ((self.file(name), there) for name, there in places)
         found = next((file for file, there in files if file is not None and _has_key(file, there)), None)
-        return self._place_of_default(group, rest) if found is None else shown_path(found)
+        return self._place_of_default(group) if found is None else shown_path(found)
 
-    def _place_of_default(self, group: str, rest: str) -> str:
+    def _place_of_default(self, group: str) -> str:
         """Where a key can be set that no file has."""
         choice = self.choices.get(group)
         # Not in `base`, which all experiments begin with.
@@ -113,10 +113,7 @@ class Composed:
         file = self.file(f"{group}/{choice}" if choice is not None else own[-1] if own else "base")
         if file is not None:
             return f"{shown_path(file)} or {self.typed}"
-        preset = PRESETS.get(group, {}).get(str(choice))
-        if preset is None:
-            return self.typed
-        return f"{group}={choice}{'' if rest in preset else f' or {self.typed}'}"
+        return f"{group}={choice} or {self.typed}" if choice in PRESETS.get(group, ()) else self.typed
 
     def file(self, name: str) -> Path | None:
         """The YAML file of an experiment or of a `group/choice`; None if there is none."""
