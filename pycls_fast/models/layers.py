@@ -79,26 +79,20 @@ ATTENTION: dict[str, AttentionKernel] = {
 
 @dataclass(frozen=True)
 class Compute:
-    """How a transformer is computed; function, parameters and outer shapes are the same whatever the values."""
+    """How a transformer is computed: switches of `speed.Speed`, which describes them. Function, parameters and outer
+    shapes are the same whatever their values."""
 
     attention: str = "reference"
-    """The kernel of the attention, a key of `ATTENTION`."""
     layout: str = "batch_first"
-    """The order of the features in the blocks: "batch_first" (B, N, D) or "batch_second" (N, B, D)."""
     qkv: str = "separate"
-    """Queries, keys and values by three products, or "fused": the three matrices are joined on use. One product then
-    reads the features once, and the backward pass need not add three gradients of the features. Joining reads and
-    writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
+    """With "fused", one product reads the features once, and the backward pass need not add three gradients of the
+    features. Joining the matrices reads and writes 3 D^2 numbers, 1 / (B N) of the product's operations."""
     sequence_padding: int = 1
-    """The blocks see a multiple of this many tokens; padding tokens are never attended to and dropped after them."""
+    """The blocks see a multiple of this many tokens."""
     linear: str = "torch"
-    """The kernel of the blocks' linear layers, a key of `cpu_kernels.LINEAR`."""
     gelu: str = "torch"
-    """How the blocks compute GELU, a key of `cpu_kernels.GELU`."""
     patches: str = "convolution"
-    """How the patches are projected; see `PatchStem`."""
     drop_path_compute: str = "multiply"
-    """ "multiply" computes branches for all samples and zeroes some, "skip" leaves them out; see `DropPath`."""
 
     @property
     def batch_dim(self) -> int:

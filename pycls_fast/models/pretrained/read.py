@@ -86,7 +86,7 @@ def pinned(source: str) -> str:
     """
     if is_hub(source):
         if not _reachable(source):
-            from_hub(source)
+            _from_hub(source)
         return source
     return f"{source.partition('@')[0]}@{_snapshot(source, 'config.json').name}"
 
@@ -110,7 +110,7 @@ def _snapshot(source: str, *files: str) -> Path:
     )
 
 
-def from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
+def _from_hub(source: str) -> tuple[Mapping[str, Tensor], Traits]:
     """The weights of one of timm's models, or one of torchvision's sets (`resnet50.IMAGENET1K_V2`, `resnet50`)."""
     project, _, name = source.partition(":")
     if project == "timm":
@@ -212,32 +212,10 @@ def read_weights(source: str, about: Description | None = None) -> ReadWeights:
         UserError: no such file or name, or a file that is damaged, not what its name says, or needs code to be read.
     """
     if is_hub(source):
-        state, traits = from_hub(source)
-        return _in_our_names(ReadWeights(source, plain=state, traits=traits))
-    path = user_path(source)
-    if not path.is_file():
-        raise UserError(
-            f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or hf:ORG/NAME"
-        )
-    try:
-        if path.suffix == ".safetensors":
-            read = ReadWeights(source, plain=_bare(load_file(path)))
-        elif path.suffix == ".npz":
-            read = ReadWeights(source, plain=_read_npz(path))
-        else:
-            read = _one_set(source, _read_torch(path))
-    except Exception as error:  # libraries raise many kinds for a file that is not theirs
-        # torch tells what it has not loaded in the middle of its advice.
-        reasons = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line)
-        raise UserError(
-            f"weights: {path} is no file of only tensors and plain values, which alone are read because others could "
-            f"run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
-        ) from error
-    return _in_our_names(read if about is None else replace(read, traits=about.traits))
-
-
-def _in_our_names(read: ReadWeights) -> ReadWeights:
-    state, traits = read.plain, read.traits
+        part, (state, traits) = "", _from_hub(source)
+    else:
+        state, part, traits = _from_file(source)
+        traits = traits if about is None else about.traits
     layout, tensors, unknown = read_names(state)
     if layout == JAX_VIT:
         # Neither of Google's projects changes flax's epsilon.
@@ -249,7 +227,29 @@ def _in_our_names(read: ReadWeights) -> ReadWeights:
     if layout in (JAX_VIT, PYCLS_VIT) and "class_token.value" in tensors:
         # Both have a class token only if the head reads it.
         traits = replace(traits, classifier="token")
-    return replace(read, layout=layout, tensors=tensors, unknown=tuple(unknown), traits=traits)
+    return ReadWeights(source, layout, tensors, tuple(unknown), traits, part, state)
+
+
+def _from_file(source: str) -> tuple[Mapping[str, Tensor], str, Traits]:
+    """The weights, the name of their part of the file, and their traits."""
+    path = user_path(source)
+    if not path.is_file():
+        raise UserError(
+            f"weights: {source} is not a file; give a file, a run folder, timm:NAME, torchvision:NAME or hf:ORG/NAME"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            return _bare(load_file(path)), "", Traits()
+        if path.suffix == ".npz":
+            return _read_npz(path), "", Traits()
+        return _one_set(_read_torch(path))
+    except Exception as error:  # libraries raise many kinds for a file that is not theirs
+        # torch tells what it has not loaded in the middle of its advice.
+        reasons = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line)
+        raise UserError(
+            f"weights: {path} is no file of only tensors and plain values, which alone are read because others could "
+            f"run code ({next(reasons, first_line(error))}); give a .safetensors, .npz or .pth of weights"
+        ) from error
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
@@ -265,8 +265,8 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _one_set(source: str, loaded: Any) -> ReadWeights:
-    """The one set of weights to use from what a training script saved."""
+def _one_set(loaded: Any) -> tuple[dict[str, Tensor], str, Traits]:
+    """The one set of weights to use from what a training script saved, its name there, and what else that says."""
     if not isinstance(loaded, Mapping):
         raise TypeError(f"it holds a {type(loaded).__name__}, not weights by name")
     part = _choose_part(loaded)
@@ -279,7 +279,7 @@ def _one_set(source: str, loaded: Any) -> ReadWeights:
     state, traits = _bare(tensors), Traits()
     if "encoder.block_0.ln_1.weight" in state or "s1.b1.f.a.weight" in state:
         traits = pycls_traits(str(loaded.get("cfg", "")))
-    return ReadWeights(source, plain=state, part=part, traits=traits)
+    return state, part, traits
 
 
 def _read_torch(path: Path) -> Any:
