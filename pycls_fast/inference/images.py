@@ -5,7 +5,6 @@ Frames of videos, through PyAV, are found without decoding, then decoded one aft
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 from collections import Counter
@@ -124,20 +123,15 @@ class GivenImages(Images):
 
 def _fetched(address: str) -> bytes:
     """The contents of an address, which is an image that cannot be read if they cannot be fetched."""
-    # One more than is allowed, to see whether there are more.
-    limit = IMAGE_BYTES + 1
     try:
-        if address.startswith(_PAGES):
-            # For these fsspec would need aiohttp. Spaces and letters with accents are escaped, as browsers do.
-            with urlopen(quote(address, _IN_ADDRESSES), timeout=_SECONDS) as file:
-                data: bytes = file.read(limit)
-        else:
-            data = read_range(address, 0, limit)
+        if not address.startswith(_PAGES):
+            return read_range(address, 0, IMAGE_BYTES)
+        # For these fsspec would need aiohttp. Spaces and letters with accents are escaped, as browsers do.
+        with urlopen(quote(address, _IN_ADDRESSES), timeout=_SECONDS) as file:
+            data: bytes = file.read(IMAGE_BYTES)
+            return data
     except (UserError, HTTPException, ValueError) as error:
         raise OSError(str(error)) from error
-    if len(data) == limit:
-        raise OSError(errno.EFBIG, f"has more than {IMAGE_BYTES:,} bytes", address)
-    return data
 
 
 def given_images(images: Any, convert: Conversion = AS_STORED, every: float = 1.0) -> GivenImages:

@@ -139,8 +139,6 @@ def _timm_vit(model: VisionTransformer, state: dict[str, Tensor]) -> tuple[str, 
     width, hidden = block.norm1.weight.shape[0], block.mlp.fc1.weight.shape[0]
     taught = model.distillation_token is not None
     for is_unknown_to_timm, key in (
-        # timm takes the MLP's width as a multiple of `width`, and rounds down.
-        (hidden != int(width * (hidden / width)), f"model.mlp_width={hidden}"),
         ("stem.convs.0.weight" in state, "model.stem=conv"),
         (any(".router." in name for name in state), "model.experts"),
         (model.pre_logits is not None, "model.pre_logits"),

@@ -75,18 +75,6 @@ def test_images_of_formats_that_are_not_read_are_named(tree: Path, capsys: pytes
     )
 
 
-def test_links_to_folders_are_followed_but_not_in_circles(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "g.png").touch()
-    (tree / "c/linked").symlink_to(elsewhere)
-    # Back to where it began, to itself, and to nothing.
-    (elsewhere / "back").symlink_to(tree)
-    (elsewhere / "own").symlink_to("own")
-    (elsewhere / "nothing").symlink_to(elsewhere / "missing")
-    found = [str(path.relative_to(tree)) for path in find_images([str(tree)])]
-    assert found == ["a.PNG", "b.jpg", "c/deep/d.webp", "c/linked/g.png", "odd[1].png"]
-
-
 def test_every_kind_is_the_same_picture(pixels: np.ndarray, folder: Path) -> None:
     tensor = torch.from_numpy(pixels)
     gray = Image.fromarray(pixels[0, :, :, 0])
@@ -164,18 +152,11 @@ def test_addresses_are_read(folder: Path) -> None:
         server.shutdown()
 
 
-def test_addresses_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = given_images([f"file://{folder}/1.png", "memory://nothing/1.png", "nosuchkind://bucket/1.png"])
-    with pytest.raises(OSError, match="nothing/1"):
-        source.read(1)
-    with pytest.raises(OSError, match="nosuchkind"):
-        source.read(2)
-    size = (folder / "1.png").stat().st_size
-    monkeypatch.setattr(images_room, "IMAGE_BYTES", size)
-    assert source.read(0) == (folder / "1.png").read_bytes()
-    monkeypatch.setattr(images_room, "IMAGE_BYTES", size - 1)
-    with pytest.raises(OSError, match=f"has more than {size - 1} bytes"):
-        source.read(0)
+def test_addresses_that_cannot_be_read() -> None:
+    source = given_images(["memory://nothing/1.png", "nosuchkind://bucket/1.png"])
+    for index, says in enumerate(("nothing/1", "nosuchkind")):
+        with pytest.raises(OSError, match=says):
+            source.read(index)
 
 
 def write_clip(path: Path, seconds: int, *, turned: int = 0, group: int = 12, paused: int = 0, **options: str) -> None:
