@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pycls_fast.errors import UserError, refusing
@@ -71,17 +72,11 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
     With `num_classes=` and `in_chans=`, timm treats it like its own models: it initialises a new head (0: no head) and
     adapts the first layer. Outputs after the last class are named by their number.
     """
-    from safetensors.torch import save_file
+    import timm
 
     architecture, arguments, state = timm_form(model)
-    if isinstance(model, TimmNetwork):
-        classifier, first = (model.network.default_cfg.get(key) for key in ("classifier", "first_conv"))
-    elif isinstance(model, VisionTransformer):
-        classifier, first = "head", "patch_embed.proj"
-        if model.distillation_token is not None:
-            classifier = ["head", "head_dist"]
-    else:
-        classifier, first = "fc", "conv1.0" if "conv1.0.weight" in state else "conv1"
+    known: Any = timm.get_pretrained_cfg(architecture)
+    known = model.network.default_cfg if isinstance(model, TimmNetwork) else known.to_dict()
     folder.mkdir(parents=True, exist_ok=True)
     # A file that holds our configuration is expected to have tensors in our names.
     texts = {key: text for key, text in about.texts.items() if key != "config"}
@@ -98,8 +93,8 @@ def to_timm(model: Network, folder: Path, about: About) -> None:
         "pretrained_cfg": {
             "num_classes": head.out_features,
             # These tell timm what to drop and what to adapt.
-            "classifier": classifier,
-            "first_conv": first,
+            "classifier": known["classifier"],
+            "first_conv": known.get("first_conv"),
             "input_size": [3, *about.size],
             "mean": list(about.how["mean"]),
             "std": list(about.how["std"]),
@@ -186,9 +181,8 @@ def _timm_resnet(model: ResNet, state: dict[str, Tensor]) -> tuple[str, dict[str
         "base_width": first[0] // groups if bottleneck else 64,
         "avg_down": model.shortcut == "pool",
     }
-    if len(model.stem.deep):
-        arguments |= {"stem_type": "deep", "stem_width": 32}
-    name = "resnet50" if bottleneck else "resnet18"
+    # With the stem of a ResNet-D.
+    name = ("resnet50" if bottleneck else "resnet18") + ("d" if len(model.stem.deep) else "")
     return name, arguments, to_resnet(state, shortcut=model.shortcut)
 
 
