@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from pycls_fast.models.layers import ATTENTION
 from pycls_fast.parallel.wrap import compile_model, uncompiled
-from tests.factories import nudge, small_vit
-from tests.unit.models.conftest import check_rounding, draw
+from tests.factories import check_rounding, draw, nudge, small_vit
 
 pytestmark = [
     pytest.mark.cuda,

@@ -30,9 +30,8 @@ from pycls_fast.models.resnet import ResNet
 from pycls_fast.parallel.precision import keep_in_float32
 from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.speed import Speed
-from tests.factories import assert_same_bits, randomise, small_vit
+from tests.factories import assert_same_bits, check_rounding, draw, randomise, small_vit
 from tests.integration.runs import run_process
-from tests.unit.models.conftest import check_rounding, draw
 
 Function = Callable[..., Tensor]
 

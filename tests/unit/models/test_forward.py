@@ -18,8 +18,7 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import Prepare
 from pycls_fast.models.resnet import ResNet
 from pycls_fast.models.vit import VisionTransformer
-from tests.factories import randomise, small_vit
-from tests.unit.models.conftest import draw
+from tests.factories import draw, randomise, small_vit
 
 Model = VisionTransformer | ResNet
 

@@ -18,8 +18,7 @@ from pycls_fast.models.layers import ATTENTION, Mlp, SinCos2dPositions
 from pycls_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from pycls_fast.models.vit import Block
 from pycls_fast.speed import SWITCHES
-from tests.factories import randomise, small_vit
-from tests.unit.models.conftest import check_rounding, draw
+from tests.factories import check_rounding, draw, randomise, small_vit
 
 # What runs on the CPU; the others are in tests/cuda.
 ON_CPU: tuple[str, ...] = ("reference", "sdpa", "sdpa_math", "sdpa_flash", "products")

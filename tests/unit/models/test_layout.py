@@ -14,8 +14,7 @@ from pycls_fast.models.vit import VisionTransformer
 from pycls_fast.parallel.saved_activations import save_activation_memory
 from pycls_fast.parallel.wrap import compile_model
 from pycls_fast.speed import Speed
-from tests.factories import assert_same_bits, randomise
-from tests.unit.models.conftest import draw
+from tests.factories import assert_same_bits, draw, randomise
 
 BATCH, SIDE, WIDTH = 6, 4, 16
 KINDS = list(itertools.product(("token", "pooled"), ("learned", "sincos2d")))
