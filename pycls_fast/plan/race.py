@@ -1,6 +1,7 @@
 """Which number format multiplies faster on this CPU, and with how many threads, at the model's own shapes.
 
-First the largest products are timed alone, which rules out a hopeless format; then the whole network, if it is small.
+First the largest products are timed alone, which rules out a hopeless format; then the whole network, or, if it is
+large, more of its products.
 
 No table of CPUs can say it: bfloat16 products run at 3 times the rate of float32 with AMX, at half of it on some CPUs
 with AVX-512 BF16, and at a fortieth without either; and two threads on a core that another process keeps busy are
@@ -37,13 +38,21 @@ _MOST_IMAGES = 16
 # Networks of more operations than this take too long as a whole.
 _WHOLE_FLOPS = 4e10
 _REPEATS, _SECONDS_EACH = 3, 0.03
-# A format that is this many times slower after the largest products is not tried on the rest.
-_HOPELESS = 4.0
+# A format that is this many times slower after the largest products is not tried on the rest, if that takes seconds: of
+# a pass of a few milliseconds, another process may make a hundred.
+_HOPELESS, _HOPELESS_SECONDS = 4.0, 0.3
 # Rounding has to be worth it: bfloat16 is only chosen if it is this many times as fast.
 _CLEARLY_FASTER = 1.1
 _MOST_PRODUCTS = 12
-# The number of products on which numbers of threads are compared, and of rounds in which times are taken in turns.
+# The number of products that say how many threads, and whether a format is hopeless, and of rounds in which times are
+# taken in turns.
 _FEW, _ROUNDS = 3, 3
+# The network's passes end after the first one that counts, if so many seconds are over.
+_NETWORK_SECONDS = 3.0
+# In place of up to so many threads one races. Its own time is lengthened by no other process; the times of two threads,
+# which wait for each other, were wrong by a factor of 10 to 200 in six of 30 races beside other work (2026-12-01).
+# Many threads share the memory's bandwidth, which favours the smaller format.
+_RACED_BY_ONE = 4
 # Fewer threads are only chosen if the cores are busy: sums are split among threads, and so are their last bits.
 _THREADS_GAIN = 1.5
 
@@ -121,29 +130,30 @@ def _measure(config: RunConfig) -> Race:
     try:
         # Before the formats, also if the number is set: beside another process, times with too many say nothing.
         threads = _number_of_threads(products, threads)
-        torch.set_num_threads(threads)
-        # One thread's own time, which other work on its core does not lengthen; several wait for each other.
-        clock = time.thread_time if threads == 1 else time.perf_counter
+        racing = 1 if threads <= _RACED_BY_ONE else threads
+        torch.set_num_threads(racing)
+        clock = time.thread_time if racing == 1 else time.perf_counter
         fp32 = bf16 = rest = 0.0
-        for product in products:
+        is_whole = flops <= _WHOLE_FLOPS
+        for number, product in enumerate(products):
             if _is_hopeless(fp32, bf16):
                 rest += _seconds(product, "fp32" if fp32 < bf16 else "amp_bf16", clock)
-            else:
+            elif number < _FEW or not is_whole:
                 fp32 += _seconds(product, "fp32", clock)
                 bf16 += _seconds(product, "amp_bf16", clock)
         seconds = min(fp32, bf16) + rest
-        if flops <= _WHOLE_FLOPS and not _is_hopeless(fp32, bf16):
+        if is_whole and not _is_hopeless(fp32, bf16):
             fp32, bf16 = _time_network(config, images, clock)
             seconds = min(fp32, bf16)
     finally:
         torch.set_num_threads(before)
     chosen: Format = "amp_bf16" if fp32 > bf16 * _CLEARLY_FASTER else "fp32"
-    return Race(chosen, fp32 / bf16, threads if free else None, seconds / images)
+    return Race(chosen, fp32 / bf16, threads if free else None, seconds / images * racing / threads)
 
 
 def _is_hopeless(fp32: float, bf16: float) -> bool:
     """Whether the slower of the two formats need not be tried further."""
-    return max(fp32, bf16) > _HOPELESS * min(fp32, bf16)
+    return max(fp32, bf16) > max(_HOPELESS * min(fp32, bf16), _HOPELESS_SECONDS)
 
 
 def _number_of_threads(products: Sequence[_Product], most: int) -> int:
@@ -207,25 +217,24 @@ def _time_network(config: RunConfig, images: int, clock: _Clock) -> tuple[float,
         network = model(config, config.model.num_classes or 10, Speed()).to(memory_format=torch.channels_last)
     network.train(torch.is_grad_enabled())
     inputs, fp32, bf16 = _inputs((images, 3, *config.data.image_size)), float("inf"), float("inf")
+    began = time.perf_counter()
     for position in range(1 + _ROUNDS):
         # In turns, because other work on these cores slows down one pass or another; the first ones prepare kernels.
         seconds = _pass(network, inputs, "fp32", clock), _pass(network, inputs, "amp_bf16", clock)
         if position > 0:
             fp32, bf16 = min(fp32, seconds[0]), min(bf16, seconds[1])
-            if _is_hopeless(fp32, bf16):
+            if _is_hopeless(fp32, bf16) or time.perf_counter() - began > _NETWORK_SECONDS:
                 break
     return fp32, bf16
 
 
 def _seconds(product: _Product, form: Format, clock: _Clock) -> float:
-    """The fastest of a few passes, after one that also prepares the kernels, times the layers of this shape."""
+    """The fastest of a few passes, of which the first also prepares the kernels, times the layers of this shape."""
     inputs, best, start = _inputs(product.input_shape), float("inf"), time.perf_counter()
     for position in range(1 + _REPEATS):
-        seconds = _pass(product.layer, inputs, form, clock)
-        if position > 0:
-            best = min(best, seconds)
-            if time.perf_counter() - start > _SECONDS_EACH:
-                break
+        best = min(best, _pass(product.layer, inputs, form, clock))
+        if position > 0 and time.perf_counter() - start > _SECONDS_EACH:
+            break
     return product.count * best
 
 
