@@ -57,7 +57,7 @@ class Fetcher:
             address, version, size = self._source.shard(number)
             place = self._cache.place(address, version)
             # Touching keeps a copy from being evicted before it is used.
-            if number in self._running or size is None or number in self._failed or self._cache.touch(place, size):
+            if number in self._running or size is None or number in self._failed or self._cache.touch(place):
                 continue
             if len(self._running) == _THREADS:
                 continue

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,10 +110,10 @@ class ShardCache:
         self.folder = folder / f"pycls_fast_shards_{os.getuid()}"
         self.limit = limit
         self.processes = processes
+        self._lock = self.folder / ".room.lock"
         with refusing(f"data.shard_cache: {self.folder} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._lock():
-                pass
+            self._lock.touch()
 
     def place(self, address: str, version: str) -> Path:
         """The path of a file's copy, whether it exists or not; each version has its own."""
@@ -121,28 +121,24 @@ class ShardCache:
         return self.folder / f"{name}-{address.rpartition('/')[2]}"
 
     def read_range(self, address: str, version: str, start: int, size: int) -> bytes:
-        """Bytes of the local copy; of the remote file if there is no (whole) copy."""
+        """Bytes of the local copy; of the remote file if there is no copy."""
         with suppress(OSError), self.place(address, version).open("rb", buffering=0) as file:
             os.utime(file.fileno())
-            data = os.pread(file.fileno(), size, start)
-            # A power cut may have truncated the copy.
-            if len(data) == size:
-                return data
+            return os.pread(file.fileno(), size, start)
         return read_range(address, start, size)
 
-    def touch(self, place: Path, size: int) -> bool:
-        """Whether the copy is complete. If it is, it counts as used now."""
+    def touch(self, place: Path) -> bool:
+        """Whether there is the copy, which then counts as used now."""
         with suppress(OSError):
-            if place.stat().st_size == size:
-                os.utime(place)
-                return True
+            os.utime(place)
+            return True
         return False
 
     def begin(self, place: Path, size: int) -> Path | None:
         """A new draft for which there is room; None if there is none, or another process is making this copy."""
         draft = place.with_name(f".{place.name}.{size}.part")
-        with self._lock():
-            if not self._make_room(size) or draft.exists() or self.touch(place, size):
+        with locked(self._lock):
+            if not self._make_room(size) or draft.exists() or self.touch(place):
                 return None
             draft.touch()
             return draft
@@ -159,15 +155,9 @@ class ShardCache:
             # A power cut must not leave a truncated copy under the final name.
             with draft.open("rb+") as written:
                 flush(written)
-            # Under the lock, or a process that makes room might find neither name.
-            with self._lock():
-                draft.rename(place)
+            draft.rename(place)
         finally:
             draft.unlink(missing_ok=True)
-
-    def _lock(self) -> AbstractContextManager[None]:
-        """Exclude other processes while room is made or a copy named."""
-        return locked(self.folder / ".room.lock")
 
     def _make_room(self, size: int) -> bool:
         held, idle, now = 0, [], time.time()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -160,10 +159,6 @@ def test_images_come_from_whole_copies_only(address: str, tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(remote, "read_range", lambda *arguments: pytest.fail("over the network"))
         assert source.read(0) == IMAGES[0]
-    os.truncate(place(source, 0), 700)
-    assert source.read(0) == IMAGES[0]
-    fetch(source, (0,))
-    assert place(source, 0).stat().st_size == source.shard(0)[2]
 
 
 def test_what_is_in_use_stays_and_the_rest_makes_room(address: str, tmp_path: Path) -> None:
@@ -207,31 +202,6 @@ def test_the_next_batches_come_first_as_far_as_there_is_room(address: str, tmp_p
     assert there(source) == [0, 1]
     step(fetcher, 9)
     assert there(source) == [0, 1]
-
-
-def test_a_copy_that_is_completed_while_room_is_made_keeps_its_room(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = source_of(address, tmp_path, room=1.1)
-    cache, (name, _, size) = source.cache, source.shard(0)
-    assert size is not None
-    draft = cache.begin(place(source, 0), size)
-    assert draft is not None
-    copying = threading.Thread(target=cache.download, args=(name, place(source, 0), size, draft))
-    real = Path.iterdir
-
-    def listed(folder: Path) -> list[Path]:
-        found = list(real(folder))
-        copying.start()
-        # It cannot end before there is room.
-        copying.join(0.5)
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", listed)
-        assert cache.begin(place(source, 1), source.shard(1)[2] or 0) is None
-    copying.join()
-    assert there(source) == [0]
 
 
 def test_a_failed_copy_is_told_once(
