@@ -66,14 +66,10 @@ class TarImages(Images):
         offset, size = self._places[index].tolist()
         shard, version, _ = self.shard(self._shard_number(index))
         if not self.prefers_blocks:
-            data = self._files.read(shard, offset, size)
-        elif self.cache is not None:
-            data = self.cache.read_range(shard, version, offset, size)
-        else:
-            data = read_range(shard, offset, size)
-        if len(data) < size:
-            raise OSError(f"{shard} ends before the image does; was it replaced?")
-        return data
+            return self._files.read(shard, offset, size)
+        if self.cache is not None:
+            return self.cache.read_range(shard, version, offset, size)
+        return read_range(shard, offset, size)
 
     def name(self, index: int) -> str:
         return f"{self._stamps[self._shard_number(index)][0]}[{self._texts[index]}]"
