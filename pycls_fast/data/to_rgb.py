@@ -99,8 +99,6 @@ def _open(data: bytes) -> Image.Image:
     except UnidentifiedImageError:
         raise DamagedImage(_why_unknown(data)) from None
     width, height = image.size
-    if width < 1 or height < 1:
-        raise DamagedImage(f"the image has no pixels ({width} x {height})")
     if width * height > MAX_PIXELS:
         raise DamagedImage(f"{width} x {height} pixels are more than the limit of {MAX_PIXELS:,} (decompression bomb)")
     return image

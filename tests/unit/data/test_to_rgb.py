@@ -160,8 +160,7 @@ PNG = encode(Image.fromarray(random_image(3)), "PNG")
         (JPEG[: len(JPEG) // 4], "(?i)truncated"),
         (PNG[: len(PNG) // 2], "truncated"),
         (encode(Image.fromarray(random_image(3)), "BMP")[:-100], "truncated"),
-        (png(0, 5, 8, 0, b""), "."),
-        (b"P6 0 5 255\n", "no pixels|not an image"),
+        (png(0, 5, 8, 0, b""), "not an image"),
         (png(30_000, 30_000, 8, 0, b"\0" * 100), "decompression bomb"),
     ],
 )
