@@ -125,10 +125,9 @@ def _load_any(files: list[Path], is_fresh: Callable[[Stamp], bool]) -> Index | N
             if about["format"] == _FORMAT and is_fresh(about["stamp"]):
                 labels = Labels(tuple(about["classes"]), arrays.pop("labels"), arrays.pop("sets", None))
                 return Index(Texts(arrays.pop("names"), arrays.pop("name_ends")), labels, about["stamp"], arrays)
-        except FileNotFoundError:
+        except (OSError, ValueError, KeyError, TypeError):
+            # Not there, or damaged: it is made anew.
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"note: the index {file} cannot be read and is rebuilt ({error})", file=sys.stderr)
     return None
 
 
