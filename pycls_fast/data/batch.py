@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from pycls_fast.values import Size
 Damage = tuple[str, str]
 """(name of the image, reason)."""
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 MORE_SHARED_MEMORY = (
     "enlarge it (docker run --shm-size=8g, or --ipc=host), or lower data.num_workers, data.prefetch_factor or the "
     "batch (data.global_batch_size; of evaluations data.eval_batch_size)"
@@ -114,14 +113,13 @@ def _empty_images(shape: tuple[int, ...], shared: bool) -> torch.Tensor:
     size = math.prod(shape)
     if not shared or not size:
         return torch.empty(shape, dtype=torch.uint8)
-    if SHARED_MEMORY.is_dir():
-        # Writing more than is free there kills the process with a signal.
-        status = os.statvfs(SHARED_MEMORY)
-        free = status.f_bavail * status.f_frsize
-        if free < size:
-            raise UserError(
-                f"shared memory is full: {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, a batch takes "
-                f"{size / 2**20:,.0f} MiB; {MORE_SHARED_MEMORY}"
-            )
+    # Writing more than is free there kills the process with a signal.
+    status = os.statvfs(SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if free < size:
+        raise UserError(
+            f"shared memory is full: {SHARED_MEMORY} has {free / 2**20:,.0f} MiB free, a batch takes "
+            f"{size / 2**20:,.0f} MiB; {MORE_SHARED_MEMORY}"
+        )
     storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
