@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import connection, queues, util
 from multiprocessing.process import BaseProcess
@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY, Batch
+from pycls_fast.data.batch import MORE_SHARED_MEMORY, SHARED_MEMORY
 from pycls_fast.data.dataset import ImageDataset
 from pycls_fast.data.sampling import EvalSampler, TrainSampler
 from pycls_fast.data.sources.base import Images
@@ -179,10 +179,7 @@ class Loader(DataLoader[Any]):
     def _get_iterator(self) -> Any:
         return _Workers(self) if self.num_workers else super()._get_iterator()
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._batches()
-
-    def _batches(self) -> Generator[Any, None, None]:
+    def __iter__(self) -> Any:
         if self.num_workers:
             # Otherwise each worker would make its own folder for sockets, and a killed one would leave it behind.
             util.get_temp_dir()
@@ -227,8 +224,8 @@ class ImageLoader(Loader):
         super().__init__(dataset, workers, batch_sampler=sampler, generator=generator, **settings)
         self._source, self._sampler = dataset.source, sampler
 
-    def _batches(self) -> Generator[Batch, None, None]:
-        with fetch_ahead(self._source, self._sampler) as count_batch, closing(super()._batches()) as batches:
+    def __iter__(self) -> Any:
+        with fetch_ahead(self._source, self._sampler) as count_batch, closing(super().__iter__()) as batches:
             for batch in batches:
                 count_batch()
                 yield batch
