@@ -105,10 +105,7 @@ class Choice(Section):
         if isinstance(value, dict) and cls.default:
             value = {cls.tag: cls.default, **value}
         # As JSON text, in which a list may become a tuple.
-        chosen = _adapter(tuple(cls._members.values()), cls.tag).validate_json(json.dumps(value))
-        # Before 2.14 pydantic cannot write what only another class has read.
-        type(chosen).model_rebuild()
-        return chosen
+        return _adapter(tuple(cls._members.values()), cls.tag).validate_json(json.dumps(value))
 
 
 @functools.cache
