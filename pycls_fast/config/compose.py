@@ -28,7 +28,7 @@ from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS, as_typed, key_of, quoted, shown_path, typed_values
 from pycls_fast.config.of_weights import OF_WEIGHTS, of_weights
 from pycls_fast.config.run import PRESETS, RunConfig, groups, options
-from pycls_fast.errors import UserError, did_you_mean, first_line, refuse, refusing
+from pycls_fast.errors import UserError, did_you_mean, first_line, refuse
 from pycls_fast.files import exists, user_path
 from pycls_fast.precision import LEVELS
 
@@ -108,9 +108,7 @@ class Composed:
     def _place_of_default(self, group: str) -> str:
         """Where a key can be set that no file has."""
         choice = self.choices.get(group)
-        # Not in `base`, which all experiments begin with.
-        own = [name for name in self.experiments(self.config_name) if name != "base"]
-        file = self.file(f"{group}/{choice}" if choice is not None else own[-1] if own else "base")
+        file = self.file(self.config_name if choice is None else f"{group}/{choice}")
         if file is not None:
             return f"{shown_path(file)} or {self.typed}"
         return f"{group}={choice} or {self.typed}" if choice in PRESETS.get(group, ()) else self.typed
@@ -198,10 +196,8 @@ def validate(
 ) -> Options:
     """Validate plain values as a section, as JSON text, so that a YAML list becomes a tuple; a `UserError` has one line
     per bad value."""
-    with refusing("a value is not plain data", TypeError):
-        text = json.dumps(values)
     try:
-        return schema.model_validate_json(text)
+        return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise UserError(*messages.lines(error, schema, where, also)) from error
 
