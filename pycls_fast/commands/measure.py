@@ -180,13 +180,10 @@ class LedgerVerb(
         pycls-fast ledger --config-name vit_digits switches=[precision.amp_bf16,speed.ema=loop] margin=2
         pycls-fast ledger --config-name vit_digits ladder=modern margin=2 dry_run=true
         pycls-fast ledger --config-name vit_s16 ladder=cpu data=synthetic batch_size=16 runs_at_most=0
-        pycls-fast ledger report LEDGER.json [output=FOLDER]
-        pycls-fast ledger check BASELINE.json NEW.json [tolerance=0.05] [absolute=true]
-        pycls-fast ledger gradients --config-name EXPERIMENT
-        pycls-fast ledger numerics --config-name EXPERIMENT
 
-    `report` draws the page of a `ledger.json` again, by default beside it. `check` exits with 1 if a variant has lost
-    speed or accuracy; absolute=false compares only speed-ups. `gradients` and `numerics` make a single measurement.
+    Words with a help of their own: `ledger report LEDGER.json` draws its page again, `ledger check BASELINE.json
+    NEW.json` exits with 1 if a variant has lost speed or accuracy, `ledger gradients` and `ledger numerics` make a
+    single measurement.
     """
 
     mode: Mode | None = None

@@ -12,7 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,8 @@ def _is_class(word: str) -> bool:
 
 def _header(file: Path) -> str:
     """The comment at the beginning of an experiment's file."""
-    lines = [f"{file}:"]
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return "\n".join(lines)
+    lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return "\n".join([f"{file}:", *(line.removeprefix("#").removeprefix(" ") for line in lines)])
 
 
 def help_of_key(word: str, own: type[Section], width: int) -> str:
