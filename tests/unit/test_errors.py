@@ -70,7 +70,7 @@ def compiling_lacks_memory() -> int:
 def test_a_device_without_memory_is_one_line_of_each_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory may be full on one GPU alone."""
+    """Memory may be full on one GPU alone; of a mistake one rank of each node speaks."""
     full = failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total"))
     variables = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
@@ -79,6 +79,10 @@ def test_a_device_without_memory_is_one_line_of_each_rank(
     says = "the device is out of memory (CUDA out of memory. Tried to allocate 20.00 GiB)"
     way_out = "lower the batch size or the model, or end what else uses it"
     assert capsys.readouterr().err == f"error: rank 9: {says}; {way_out}\n"
+    for rank, told in (("1", ""), ("0", "error: seed\n")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert reporting(failing(UserError("seed"))) == 2
+        assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize(

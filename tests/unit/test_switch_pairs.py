@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -146,19 +146,6 @@ def sample(size: int, *, compiled: bool) -> list[Pair]:
     return drawn + [pair for pair in found if pair not in drawn][: max(0, size - len(drawn))]
 
 
-# Drawn when a test asks: every collection would take seconds longer.
-def uncompiled_pairs() -> list[Pair]:
-    return sample(SAMPLE, compiled=False)
-
-
-def more_pairs() -> list[Pair]:
-    return sample(LARGER_SAMPLE, compiled=False)[len(uncompiled_pairs()) :]
-
-
-def compiled_pairs() -> list[Pair]:
-    return sample(COMPILED_SAMPLE, compiled=True)
-
-
 class Trained(NamedTuple):
     """Losses, weights and their moving averages after a few steps, and the switches that were in force."""
 
@@ -231,9 +218,10 @@ def check_pair(kind: str, *choices: Choice) -> None:
         check(kind, found, plain, near=1e-3, lag_near=1e-2)
 
 
-@pytest.mark.parametrize("drawn", [uncompiled_pairs, pytest.param(more_pairs, marks=pytest.mark.slow)])
-def test_pairs_agree_with_the_reference(drawn: Callable[[], list[Pair]]) -> None:
-    for kind, one, two in drawn():
+# The pairs are drawn when a test asks: every collection would take seconds longer.
+@pytest.mark.parametrize("size", [SAMPLE, pytest.param(LARGER_SAMPLE, marks=pytest.mark.slow)])
+def test_pairs_agree_with_the_reference(size: int) -> None:
+    for kind, one, two in sample(size, compiled=False):
         check_pair(kind, one, two)
 
 
@@ -242,7 +230,7 @@ def test_pairs_agree_with_the_reference(drawn: Callable[[], list[Pair]]) -> None
 # dynamo asks inputs for a gradient that only leaves have; it is torch's own call.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_pairs_agree_with_the_reference() -> None:
-    for kind, one, two in compiled_pairs():
+    for kind, one, two in sample(COMPILED_SAMPLE, compiled=True):
         # After some recompilations of the same code it would be run uncompiled.
         torch._dynamo.reset()
         check_pair(kind, one, two)
@@ -255,7 +243,8 @@ def test_the_fast_preset_agrees_with_the_reference(kind: str) -> None:
 
 
 def test_every_value_that_a_cpu_runs_is_in_a_pair() -> None:
-    for drawn, compiled in ((uncompiled_pairs(), False), (compiled_pairs(), True)):
+    for size, compiled in ((SAMPLE, False), (COMPILED_SAMPLE, True)):
+        drawn = sample(size, compiled=compiled)
         assert {kind for kind, _, _ in drawn} == set(BASE)
         there = {choice for _, *pair in pairs() for choice in pair if compiles(choice) == compiled}
         assert {choice for _, *pair in drawn for choice in pair if compiles(choice) == compiled} == there
