@@ -99,8 +99,6 @@ class UserError(Exception):
     """
 
     def __init__(self, *lines: str) -> None:
-        if not lines:
-            raise ValueError("UserError needs at least one line")
         super().__init__("\n".join(lines))
         self.lines = lines
 
@@ -271,8 +269,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 def is_first_of_node() -> bool:
     """Whether this is the process of its node that prints what all have to say."""
-    ranks, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_RANK"))
-    return not (_is_number(ranks) and int(ranks) > 1 and _is_number(rank) and int(rank) > 0)
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def check_launcher() -> None:
@@ -280,7 +277,7 @@ def check_launcher() -> None:
     with refusing("the current folder is gone", FileNotFoundError, use="change to one that is there"):
         Path.cwd()
     values = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not _is_number(text)]
+    wrong = [f"{name}: must be a whole number, got {text!r}" for name, text in values.items() if not text.isdecimal()]
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not wrong and size != "1" and "SUBMITIT_EXECUTOR" not in os.environ:
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -291,10 +288,6 @@ def check_launcher() -> None:
         # A scheduler's job number in its place, say.
         wrong = [f"MASTER_PORT: must be at most 65535, got {values['MASTER_PORT']}"]
     refuse(f"{line} (the environment); start with torchrun, or unset its variables" for line in wrong)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
 
 
 def discard_output() -> None:
