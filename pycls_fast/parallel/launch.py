@@ -273,9 +273,6 @@ def make_mesh(
     wanted = {"pipeline": pipeline, "replicate": replicate, "shard": shard // expert}
     wanted |= {"expert": expert, "tensor": tensor}
     sizes = {name: size for name, size in wanted.items() if size is not None and (name in _ALWAYS or size > 1)}
-    if len(sizes) == 1:
-        line: Any = dist.new_group(timeout=timeout)
-        return DeviceMesh.from_group(line, device, mesh_dim_names=("shard",))
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     groups: list[Any] = []
     for dimension, size in enumerate(grid.shape):
