@@ -5,7 +5,6 @@ Frozen parts do not change, by gradient or by statistics, and cost no optimizer 
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 
@@ -208,22 +207,6 @@ def dropping_resnet() -> ResNet:
     return ResNet(depth=18, num_classes=3, stem="small", zero_init_last_gamma=False, drop_path=0.9)
 
 
-def train(model: Network, steps: int = 3) -> None:
-    groups = parameter_groups(model, AdamW(lr=1.0, weight_decay=0.1))
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
-    model.train()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-        optimizer.step()
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
-    assert owned == {p for p in model.parameters() if p.requires_grad} == set(optimizer.state)
-
-
-def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
-    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-
-
 def dropping_timm() -> TimmNetwork:
     return TimmNetwork(name="resnet18", num_classes=3, image_size=32, drop_path=0.9)
 
@@ -248,17 +231,13 @@ def test_frozen_modules_compute_as_in_evaluation(make: Callable[[], Network]) ->
 def test_units_by_pattern_and_single_parameters() -> None:
     model = dropping_resnet()
     freeze(model, ["head", "stages.3*", "stem.norm.bias"])
-    before = copy.deepcopy(model.state_dict())
-    train(model)
-    found = changed(before, model)
-    assert "stem.norm.bias" in found
-    assert {name.split(".")[0] for name in found} == {"head", "stages", "stem"}
-    parameters = {name for name, _ in model.named_parameters() if name in found}
-    assert all(name.startswith(("head.", "stages.3.", "stem.norm.bias")) for name in parameters)
-    assert "stem.norm.weight" not in found
-    # Something in the norm is trained, so its statistics follow; those of frozen stages do not.
-    assert "stem.norm.running_mean" in found
-    assert not any(name.startswith(("stages.0", "stages.1", "stages.2")) for name in found)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == name.startswith(("head.", "stages.3.", "stem.norm.bias")), name
+    # Something in the stem's norm is trained, so its statistics follow; those of frozen stages do not.
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()(torch.randn(4, 3, 8, 8))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]) == name.startswith(("stages.0", "stages.1", "stages.2")), name
 
 
 def test_only_statistics_that_training_changes_are_shared_among_ranks() -> None:
