@@ -89,9 +89,6 @@ def set_backend(config: RunConfig, device: torch.device, switches: Speed) -> Non
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = device.type == "cuda" and not config.runtime.deterministic
-    if config.runtime.deterministic:
-        # cuBLAS is deterministic only with a fixed workspace; it and torch read this before the first product.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Also reset: a sweep runs several configurations in one process. (The call imports Inductor.)
     if torch.are_deterministic_algorithms_enabled() != config.runtime.deterministic:
         torch.use_deterministic_algorithms(config.runtime.deterministic)

@@ -143,7 +143,7 @@ def test_follows_the_cpu(tmp_path: Path, digits: Path, precision: str) -> None:
 
 
 def deterministic_run(run_dir: Path, digits: Path, *overrides: str) -> None:
-    """20 steps in a process of its own: cuBLAS reads its settings once."""
+    """20 steps in a process of its own."""
     chosen = ("runtime.device=cuda", "runtime.deterministic=true", "schedule.max_steps=20", *overrides)
     run_process(arguments(run_dir, digits, *chosen), cwd=run_dir.parent)
 
@@ -163,7 +163,7 @@ def test_identical_switches_train_to_the_same_bits(tmp_path: Path, digits: Path,
 
 
 def test_deterministic_runs_go_on_with_the_same_bits(tmp_path: Path, digits: Path, started: Started) -> None:
-    """In processes of their own: cuBLAS reads its settings once."""
+    """In processes of their own."""
     chosen = ("runtime.device=cuda", "runtime.deterministic=true")
     whole, killed = (arguments(tmp_path / name, digits, *chosen) for name in ("whole", "killed"))
     run_process(whole, cwd=tmp_path)

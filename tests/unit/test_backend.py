@@ -131,18 +131,14 @@ def test_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == [True, False]
 
 
-def test_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism() -> None:
     """On CUDA without a device: nothing here is computed."""
-    # Removed again after the test.
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     found = []
     for device, asked in itertools.product((CPU, CUDA), ("true", "false")):
         set_backend(f"runtime.deterministic={asked}", device=device)
         found.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark))
     # The choice of the fastest kernel differs from start to start.
     assert found == [(True, False), (False, False), (True, False), (False, True)]
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize(
