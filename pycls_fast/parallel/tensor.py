@@ -14,7 +14,6 @@ sent instead. Ranks that see the same images route them alike and divide each ex
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -107,9 +106,6 @@ def divide_experts(network: Network, mesh: DeviceMesh, compute: torch.dtype | No
             ones), or one of the two.
         compute: the format of the experts' products, if it is not that of their parameters.
     """
-
-    # On a CPU torch warns that gloo has no all-to-all and gathers instead.
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     # FSDP warns of views, which must not be changed in place; nothing changes an expert's output in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*ExpertLinear")
 
