@@ -319,12 +319,8 @@ class MemoryPlan:
 
         def fits(made: MemoryPlan) -> bool:
             # A setting that conflicts with the others is no way out.
-            if set(problems(made.config, Purpose())) - known:
-                return False
-            try:
-                return made.fewest_microbatches(memory) is not None
-            except UserError:
-                return False
+            is_legal = not set(problems(made.config, Purpose())) - known
+            return is_legal and made.fewest_microbatches(memory) is not None
 
         # Ranks that divide blocks or experts have process groups, and other ranks cannot be imagined beside these.
         whole = self.world.size == self.world.data_size and self.world.experts is None
