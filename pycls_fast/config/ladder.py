@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pycls_fast.choice import Section
 from pycls_fast.config.compose import validate, with_long_key
@@ -61,20 +61,18 @@ class Ladder(Section):
     baseline: Variant
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
 
-    @field_validator("variants")
-    @classmethod
-    def _each_has_its_name(cls, variants: tuple[Variant, ...], info: ValidationInfo) -> tuple[Variant, ...]:
-        names = [variant.name for variant in variants]
-        every = [*names, *(baseline.name for baseline in (info.data.get("baseline"),) if baseline is not None)]
-        twice = sorted({name for name in every if every.count(name) > 1})
-        if twice:
-            raise ValueError(f"more than one variant is called {', '.join(twice)}")
-        for place, variant in enumerate(variants):
+    @model_validator(mode="after")
+    def _each_has_its_name(self) -> Self:
+        above: list[str] = []
+        for variant in self.variants:
+            if variant.name in (self.baseline.name, *above):
+                raise ValueError(f"more than one variant is called {variant.name}")
             # In this order a change replaces values of what it is a change of.
-            if variant.against is not None and variant.against not in names[:place]:
-                near = did_you_mean(variant.against, names[:place])
+            if variant.against is not None and variant.against not in above:
+                near = did_you_mean(variant.against, above)
                 raise ValueError(f"'{variant.name}' is against {variant.against}, which is no variant above it{near}")
-        return variants
+            above.append(variant.name)
+        return self
 
 
 class Repeats(Section):
