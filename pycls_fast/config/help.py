@@ -160,7 +160,7 @@ def _keys(schema: type[Section], prefix: str = "") -> Iterator[Key]:
         if not sections or types.NoneType in typing.get_args(schema.model_fields[name].annotation):
             yield prefix + name, schema
         for section in sections:
-            yield from _keys(typing.cast(type[Section], section), f"{prefix}{name}.")
+            yield from _keys(section, f"{prefix}{name}.")
 
 
 def _docs(keys: Sequence[Key]) -> list[str]:

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from pycls_fast.choice import FAMILIES, Choice
+from pycls_fast.choice import FAMILIES, Choice, Section
 from pycls_fast.config.keys import shown_path
 from pycls_fast.config.run import options
 from pycls_fast.errors import UserError, did_you_mean, nearest
@@ -114,13 +114,13 @@ USUAL_KEYS = {
 }
 
 
-def section_keys(schema: type[BaseModel]) -> dict[str, tuple[type[BaseModel], ...]]:
+def section_keys(schema: type[Section]) -> dict[str, tuple[type[Section], ...]]:
     """Field name -> the section types that it may hold (none for a plain value, several for a family)."""
     return {name: tuple(_sections(field.annotation)) for name, field in schema.model_fields.items()}
 
 
-def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _sections(annotation: Any) -> Iterable[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         family = annotation if issubclass(annotation, Choice) and annotation in FAMILIES.values() else None
         yield from (annotation,) if family is None else family.choices().values()
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, tuple):
@@ -128,7 +128,7 @@ def _sections(annotation: Any) -> Iterable[type[BaseModel]]:
             yield from _sections(part)
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> set[str]:
+def known_keys(schema: type[Section], prefix: str = "") -> set[str]:
     """Every dotted key that the schema accepts, including those of all members of a tagged union."""
     keys = set()
     for name, sections in section_keys(schema).items():
@@ -209,12 +209,12 @@ def _near(name: str, group: str, folders: Sequence[Path]) -> str:
     return did_you_mean(Path(name).stem, available, cutoff=0.5) or there
 
 
-def lines(error: ValidationError, schema: type[BaseModel], where: Where, also: Iterable[str] = ()) -> list[str]:
+def lines(error: ValidationError, schema: type[Section], where: Where, also: Iterable[str] = ()) -> list[str]:
     """One line per bad value, in the order of the schema. `also`: further keys that exist at the top level."""
     return [_line(one, schema, where, tuple(also)) for one in error.errors(include_url=False)]
 
 
-def _line(found: Mapping[str, Any], schema: type[BaseModel], where: Where, also: tuple[str, ...]) -> str:
+def _line(found: Mapping[str, Any], schema: type[Section], where: Where, also: tuple[str, ...]) -> str:
     """The key, pydantic's message (or ours, if another name may have been meant), and where the value was set."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     if kind == "json_invalid":
@@ -258,9 +258,7 @@ def _no_choice(value: Any, expected: str) -> str:
     return f"must be one of {', '.join(allowed)}; got {_shown(value)}{near}"
 
 
-def _unknown(
-    key: str, section: type[BaseModel] | None, schema: type[BaseModel], also: tuple[str, ...], origin: str
-) -> str:
+def _unknown(key: str, section: type[Section] | None, schema: type[Section], also: tuple[str, ...], origin: str) -> str:
     """The message for an unknown key, with the nearest one that exists."""
     parent, _, name = key.rpartition(".")
     others = [kind for kind in section_keys(schema).get(parent, ()) if name in kind.model_fields]
@@ -322,9 +320,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _key(location: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+def _key(location: tuple[int | str, ...], schema: type[Section]) -> tuple[str, type[Section] | None]:
     """The dotted key of a pydantic location, without the names of choices in it (`optim.adamw.lr`), and its section."""
-    key, section, inside = "", schema, tuple[type[BaseModel], ...]()
+    key, section, inside = "", schema, tuple[type[Section], ...]()
     for part in location:
         chosen = [each for each in inside if issubclass(each, Choice) and part == each.member]
         if isinstance(part, int):

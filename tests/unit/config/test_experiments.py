@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pycls_fast import build, published
-from pycls_fast.config import RunConfig, load_config
+from pycls_fast.config import RunConfig, Section, load_config
 from pycls_fast.config.conflicts import Purpose, problems
 from pycls_fast.config.keys import CONFIGS
 from pycls_fast.config.messages import known_keys, section_keys
@@ -100,7 +100,7 @@ def test_every_option_can_be_chosen() -> None:
         assert getattr(load(base, f"{group}={name}", *also), group) is not None, name
 
 
-def sections(schema: type[BaseModel]) -> set[type[BaseModel]]:
+def sections(schema: type[Section]) -> set[type[Section]]:
     found = {schema}
     for inner in section_keys(schema).values():
         for section in inner:
