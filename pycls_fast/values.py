@@ -148,13 +148,6 @@ Several = BeforeValidator(_as_tuple)
 ModuleNames = Annotated[tuple[Text, ...], Several]
 
 
-def _bare_off(value: Any) -> Any:
-    """Accept a bare `off` (and `on` below), which YAML reads as false (true)."""
-    return "off" if value is False else value
-
-
-def _bare_off_on(value: Any) -> Any:
-    return "on" if value is True else _bare_off(value)
-
-
-Off, OffOn = BeforeValidator(_bare_off), BeforeValidator(_bare_off_on)
+# YAML reads a bare `off` as false, and `on` as true.
+Off = BeforeValidator(lambda value: "off" if value is False else value)
+OffOn = BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value)
