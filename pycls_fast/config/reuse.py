@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -50,7 +49,7 @@ def validate_saved(values: Mapping[str, Any], where: str) -> RunConfig:
         raise UserError(*error.lines, *_not_imported(values, where)) from error
 
 
-def as_data(saved: SavedConfig, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def as_data(saved: SavedConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a saved configuration, which may be a stranger's, without those that are used only if they are
     typed: modules to import, and folders of caches.
 
