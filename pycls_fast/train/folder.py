@@ -73,22 +73,20 @@ def output_file(output: str | Path, world: World = ALONE, *, key: str = "output"
     """The path to write to, with its folders made and a link resolved; a `UserError` with the tool's `key` if the main
     rank cannot write it."""
     file = user_path(output)
-    # Not `Path.is_symlink`, which raises for a name that is too long; `check` reports it.
-    if os.path.islink(file):  # noqa: PTH114
-        # Keep the link and write its target.
-        file = Path(os.path.realpath(file))
 
-    def check() -> None:
+    def check() -> Path:
         with refusing(f"{key}: {file} cannot be written", use="give another path"):
-            if file.exists() and not file.is_file():
-                raise OSError(f"it is {'a folder' if file.is_dir() else 'no ordinary file'}")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            probe = file.with_name(f".{file.name}.{os.getpid()}.probe")
+            # A link stays, and its target is written.
+            target = file.resolve() if file.is_symlink() else file
+            if target.exists() and not target.is_file():
+                raise OSError(f"it is {'a folder' if target.is_dir() else 'no ordinary file'}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            probe = target.with_name(f".{target.name}.{os.getpid()}.probe")
             probe.touch()
             probe.unlink()
+        return target
 
-    on_main(world, check)
-    return file
+    return on_main(world, check)
 
 
 def new_file(config: RunConfig, kind: str) -> Path:

@@ -6,8 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pycls_fast.config.keys import flat
 from pycls_fast.errors import FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError, first_line
@@ -28,10 +27,10 @@ _STATUS = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}
 
 
 class Observers:
-    """A run's trackers and callbacks, called as one; a context manager that ends them.
+    """A run's trackers and callbacks, called as one.
 
-    Set `status` to the run's exit status before the context ends without an exception. A remote tracker that fails
-    causes one warning, and is not called again.
+    Set `status` to the run's exit status before they end. A remote tracker that fails causes one warning, and is not
+    called again.
     """
 
     def __init__(self, run: Run) -> None:
@@ -40,21 +39,6 @@ class Observers:
         self.callbacks: list[Callback] = []
         self._run = run
         self._final: dict[str, float] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.status = next((status for each, status in _STATUS.items() if issubclass(kind, each)), FAULT)
-        # All of them, even if ending one fails.
-        with ExitStack() as stack:
-            for tracker in self.trackers:
-                stack.callback(self._end, tracker)
-            for callback in self.callbacks:
-                stack.callback(callback.end, self._run, int(self.status))
 
     def start(self) -> None:
         """Start those that are configured; each tracker continues its run of an earlier process, whose id is in the
@@ -96,6 +80,14 @@ class Observers:
         """Keep the scores of `summary.json` for the end."""
         for place in ("final", "best"):
             self._final |= _scores(place, summary[place] or {})
+
+    def end(self) -> None:
+        """End all of them, even if ending one fails."""
+        with ExitStack() as stack:
+            for tracker in self.trackers:
+                stack.callback(self._end, tracker)
+            for callback in self.callbacks:
+                stack.callback(callback.end, self._run, int(self.status))
 
     def _end(self, tracker: Tracker) -> None:
         def end() -> None:
@@ -141,7 +133,12 @@ def open_observers(run: Run) -> Iterator[Observers]:
     """A context with the trackers that are configured and the callbacks, started, on rank 0; all ranks call this. A
     `UserError` if a remote tracker cannot start the run; a resumed run continues without it."""
     run.world.at("starting trackers and callbacks")
-    # Ends those that are open if a later one fails.
-    with Observers(run) as observers:
+    observers = Observers(run)
+    try:
         on_main(run.world, observers.start)
         yield observers
+    except BaseException as error:
+        observers.status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), FAULT)
+        raise
+    finally:
+        observers.end()

@@ -20,6 +20,7 @@ import pytest
 
 from pycls_fast.errors import DONE, FAULT, INTERRUPTED, MISTAKE, STOPPED, UserError
 from pycls_fast.observers import TensorBoard
+from pycls_fast.parallel.world import ALONE
 from pycls_fast.train import observers, train
 from pycls_fast.train.folder import RunFolder
 from pycls_fast.train.loop import Loop
@@ -244,15 +245,17 @@ class Noted(TensorBoard, name="noted"):
         (RuntimeError("a rank is lost"), FAULT),
     ],
 )
-def test_all_trackers_hear_how_a_run_ended(error: BaseException | None, status: int, tmp_path: Path) -> None:
+def test_all_trackers_hear_how_a_run_ended(
+    error: BaseException | None, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full(Noted, name="full"):
         def end(self, status: int, final: Mapping[str, float]) -> None:
             raise UserError("run_dir: no space left")
 
-    run_of_rank: Any = SimpleNamespace(folder=RunFolder(tmp_path))
-    observers, trackers = Observers(run_of_rank), (Noted(), Noted())
-    observers.trackers = [trackers[0], Full(), trackers[1]]
-    with suppress(UserError, KeyboardInterrupt, RuntimeError), observers:
+    trackers = (Noted(), Noted())
+    monkeypatch.setattr(Observers, "start", lambda self: self.trackers.extend([trackers[0], Full(), trackers[1]]))
+    run_of_rank: Any = SimpleNamespace(folder=RunFolder(tmp_path), world=ALONE)
+    with suppress(UserError, KeyboardInterrupt, RuntimeError), open_observers(run_of_rank) as observers:
         if error is not None:
             raise error
         observers.status = DONE
