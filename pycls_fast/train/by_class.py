@@ -138,7 +138,7 @@ def roc_auc(labels_N: np.ndarray, scores_NK: np.ndarray) -> list[float | None]:
 
     scores_NK, labels_N = scores_NK[labels_N >= 0], labels_N[labels_N >= 0]
     areas: list[float | None] = []
-    for k in range(scores_NK.shape[1] if scores_NK.ndim == 2 else 0):
+    for k in range(scores_NK.shape[1]):
         mine_N = labels_N == k
         usable = mine_N.any() and not mine_N.all() and np.isfinite(scores_NK[:, k]).all()
         areas.append(float(roc_auc_score(mine_N, scores_NK[:, k])) if usable else None)

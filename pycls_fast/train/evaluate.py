@@ -270,9 +270,6 @@ def places(scores_BK: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
     return torch.where(right_B1[:, 0] > -torch.inf, ahead_BK.sum(dim=1), scores_BK.shape[1])
 
 
-COLUMNS = ("image", "label", "class", "predicted", "predicted_class", "probability", "loss")
-
-
 def predictions_csv(predictions: Predictions, source: Images) -> str:
     """The images as CSV, those with the highest loss first; images without a true class, which have none unless images
     have several labels, are at the end.
@@ -284,7 +281,7 @@ def predictions_csv(predictions: Predictions, source: Images) -> str:
     names = dict(enumerate(source.classes)) | {-1: ""}
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(COLUMNS)
+    table.writerow(("image", "label", "class", "predicted", "predicted_class", "probability", "loss"))
     # NaN is the worst loss.
     losses_N = np.nan_to_num(predictions.losses_N, nan=np.inf)
     without_N = (predictions.labels_N < 0) & (source.label_sets is None)

@@ -84,8 +84,7 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
     numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *warnings}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers -= {signal.SIGHUP}
-    # None is a handler that Python did not set and cannot set again, as in a program that embeds Python.
-    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+    before = {number: signal.getsignal(number) for number in numbers}
     terminated: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -257,7 +257,7 @@ class GraphedStep(Step):
         metrics.add_facts(self._facts())
 
     def _write(self, step: int, images_BCHW: Tensor, targets: Targets) -> None:
-        """Write a step's inputs where the graph reads them; a ValueError for images of another shape than the first."""
+        """Write a step's inputs where the graph reads them."""
         inputs = {"images_BCHW": images_BCHW, "labels_B": targets.labels_B}
         if self.mixer is not None:
             # An unmixed batch has its labels in both places, with a share of 1 on the first.
@@ -267,8 +267,6 @@ class GraphedStep(Step):
             inputs["ema_share"] = _on_device(self.ema.share(step), images_BCHW.device)
         if not self.fixed:
             self.fixed = {name: torch.empty_like(value) for name, value in inputs.items()}
-        if images_BCHW.shape != self.fixed["images_BCHW"].shape:
-            raise ValueError(f"recorded with images {tuple(self.fixed['images_BCHW'].shape)}; got {images_BCHW.shape}")
         for name, value in inputs.items():
             self.fixed[name].copy_(value)
 

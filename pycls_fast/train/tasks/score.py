@@ -361,6 +361,6 @@ def score_neighbours(
         title = f"{k} nearest neighbours among {len(labels_M):,} training images, temperature {temperature:g}"
         if world.is_main:
             setup.print_record(title, record)
-        if world.is_main and file is not None:
-            write_json(file, record)
+            if file is not None:
+                write_json(file, record)
         return DONE
