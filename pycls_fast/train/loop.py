@@ -272,7 +272,7 @@ class Loop:
             self.run.sync_buffers()
         began = time.perf_counter()
         try:
-            self.evaluations.evaluate(done)
+            finite = self.evaluations.evaluate(done)
         except Stopped:
             # The evaluation has not changed the state, which perhaps was not saved before it.
             self._save(done, always=True)
@@ -280,7 +280,7 @@ class Loop:
         self.evaluation_seconds = time.perf_counter() - began
         # Without its checkpoint, this evaluation could not be the best: of a run that begins with a checkpoint of
         # another folder, or if an image has overflowed in training.
-        if self.evaluations.finite:
+        if finite:
             self._save(done, always=True)
         self._report_damaged(done)
         if self.run.saver.idle:

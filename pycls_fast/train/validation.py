@@ -64,17 +64,13 @@ _DRAWING_SHARE = 0.01
 
 
 class Evaluations:
-    """The evaluations of the validation split between training steps.
-
-    `after_batch` is called after each batch on every rank, and may raise to stop; `finite` says, on all ranks, whether
-    the latest one had finite losses.
-    """
+    """The evaluations of the validation split between training steps. `after_batch` is called after each batch on every
+    rank, and may raise to stop."""
 
     def __init__(self, run: Run, observers: Observers, after_batch: Callable[[], None]) -> None:
         self.run = run
         self.observers = observers
         self.after_batch = after_batch
-        self.finite = False
         self._next_drawing = -math.inf
 
     def due(self, done: int) -> bool:
@@ -102,25 +98,26 @@ class Evaluations:
             run.display.note(f"stopped early: {metric} was best at epoch {epochs(at)}, {waited} evaluations ago")
         return True
 
-    def evaluate(self, done: int) -> None:
-        """Evaluate the model and its average, if there is one; a `UserError` on all ranks if no image can be read."""
+    def evaluate(self, done: int) -> bool:
+        """Evaluate the model and its average, if there is one; returns whether their losses are finite. All ranks call
+        this; a `UserError` on all of them if no image can be read."""
         run = self.run
         run.world.at(f"evaluating after step {done}")
-        self.finite = True
-        self._evaluate_weights(done, "model")
+        finite = self._evaluate_weights(done, "model")
         if run.step.ema is not None:
             with run.step.ema.swapped_in():
-                self._evaluate_weights(done, "ema")
+                finite &= self._evaluate_weights(done, "ema")
+        return finite
 
-    def _evaluate_weights(self, done: int, weights: str) -> None:
+    def _evaluate_weights(self, done: int, weights: str) -> bool:
         run = self.run
         with enough_to_score(run.config, run.world):
             result = evaluate(run.scorer(self.after_batch), EvalSet(run.sources["val"]), "evaluating val")
         if not result.count:
             run.damaged.need_images("val", 0, done)
-        self.finite = self.finite and math.isfinite(result.loss or 0.0)
         if run.world.is_main:
             self._record(done, weights, result)
+        return math.isfinite(result.loss or 0.0)
 
     def _record(self, done: int, weights: str, result: Evaluation) -> None:
         run = self.run
