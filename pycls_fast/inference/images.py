@@ -240,10 +240,7 @@ def find_frames(path: Path | str, every: float) -> list[Frame]:
             stream = container.streams.video[0]
             # Once the container is closed, the stream's numbers are those of freed memory.
             unit = stream.time_base or 1
-            if stream.duration is not None and stream.time_base is not None:
-                length = float(stream.duration * stream.time_base)
-            elif container.duration is not None and len(container.streams) == 1:
-                length = container.duration / av.time_base
+            length = None if stream.duration is None else float(stream.duration * unit)
             packets = sorted((each.pts, each.is_keyframe) for each in container.demux(stream) if each.pts is not None)
         for time, is_key in packets:
             start = time if is_key else start

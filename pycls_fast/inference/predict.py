@@ -148,8 +148,6 @@ def _write_csv(path: Path | None, predictions: Iterable[Prediction]) -> None:
             cells = [(guess.label, cell(guess.class_name), f"{guess.probability:.6g}") for guess in each.top]
             last = [] if each.over is None else [cell(_names(each.over))]
             table.writerow([cell(each.image), *chain.from_iterable(cells), *last])
-        if not width:
-            table.writerow(_csv_header(1))
 
 
 def _csv_header(count: int) -> list[str]:
