@@ -137,17 +137,6 @@ def read_yaml(file: Path) -> Any:
         raise ValueError(reason) from error
 
 
-def interpolation(values: Any, key: str = "") -> str | None:
-    """The first key whose name or value OmegaConf would resolve (`${oc.env:TOKEN}`); None if there is none."""
-    if isinstance(values, str):
-        return key if "${" in values else None
-    if isinstance(values, Mapping):
-        items = [(f"{key}.{name}".strip("."), name, value) for name, value in values.items()]
-        return next((at for at, name, value in items if interpolation(str(name), at) or interpolation(value, at)), None)
-    parts = values if isinstance(values, list | tuple) else ()
-    return next((found for part in parts if (found := interpolation(part, key))), None)
-
-
 class Saved(BaseModel):
     """Fields that are read; a file may have more."""
 

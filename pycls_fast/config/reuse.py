@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from pycls_fast.config.run import RunConfig, groups
 from pycls_fast.config.saved import SavedConfig, saved_at
 from pycls_fast.errors import UserError, refuse, refusing
 from pycls_fast.files import user_path
-from pycls_fast.reading import interpolation
 
 SAVED = "saved_with_weights"
 """The name under which Hydra finds a saved configuration."""
@@ -65,10 +65,10 @@ def as_data(saved: SavedConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         source = given.get("data.source", data.get("source"))
         for key in ("root", "train", "val"):
             place = str(data.get(key) or "")
-            what = None if f"data.{key}" in given else _not_just_read(place, str(source), is_root=key == "root")
-            if what is not None:
+            if f"data.{key}" not in given and _does_more_than_read(place, str(source), is_root=key == "root"):
                 lines.append(
-                    f"data.{key}: {place} is {what}, and only {saved.file} names it; to allow it, give data.{key}"
+                    f"data.{key}: {place} would be downloaded or written, and only {saved.file} names it; to allow it, "
+                    f"give data.{key}"
                 )
     refuse(lines)
     return values
@@ -77,17 +77,14 @@ def as_data(saved: SavedConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 _CACHES = ("index_cache", "shard_cache", "shard_cache_gib")
 
 
-def _not_just_read(place: str, source: str, *, is_root: bool) -> str | None:
-    """What a place in `data` is if using it does more than read files: downloads or writes some; else None."""
-    if "://" in place:
-        return "an address"
+def _does_more_than_read(place: str, source: str, *, is_root: bool) -> bool:
+    """Whether using a place in `data` downloads files or writes some."""
     if not is_root or not place:
-        return None
-    if source == "hub" and not user_path(place).is_dir():
-        return "a name on the Hugging Face hub"
-    # Half a folder of digits is completed, too.
+        return "://" in place
+    is_of_hub = source == "hub" and not user_path(place).is_dir()
+    # Half a folder of digits is completed.
     is_written = source == "digits" and not (user_path(place) / "9").is_dir()
-    return "no folder of the digits, which would be written there" if is_written else None
+    return "://" in place or is_of_hub or is_written
 
 
 def _not_imported(values: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -113,9 +110,10 @@ def register(saved: SavedConfig, overrides: Sequence[str]) -> None:
     taken, since the network is not wrapped for scoring and there may be another number of ranks. A `UserError` for
     values that Hydra would resolve, keys of its own, and as in `as_data`.
     """
-    key = interpolation(saved.values) or next((key for key in ("defaults", "hydra") if key in saved.values), None)
-    if key is not None:
-        raise UserError(f"{saved.file}: {key}: is not resolved in a saved configuration; write its plain value")
+    if "${" in json.dumps(saved.values) or {"defaults", "hydra"} & {*saved.values}:
+        raise UserError(
+            f"{saved.file}: ${{...}}, defaults and hydra are not for saved configurations; write plain values"
+        )
     given = typed_values(long_names(overrides, [CONFIGS]))
     found = as_data(saved, given)
     # speed comes last: its file meta2022 chooses those of other groups.

@@ -169,7 +169,9 @@ def test_no_address_is_contacted_that_only_a_run_names(a: Path) -> None:
     config["data"]["root"] = "ftp://127.0.0.1/x"
     (a / "config.yaml").write_text(yaml.safe_dump(config))
     missing = read_run_files(str(a)).missing
-    assert str(missing).startswith(f"data.root: ftp://127.0.0.1/x is an address, and only {a / 'config.yaml'} names it")
+    assert str(missing).startswith(
+        f"data.root: ftp://127.0.0.1/x would be downloaded or written, and only {a / 'config.yaml'} names it"
+    )
 
 
 def test_images_that_one_could_not_read(a: Path, b: Path) -> None:
