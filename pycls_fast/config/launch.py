@@ -361,11 +361,9 @@ def _refuse_shared_paths(overrides: Sequence[str]) -> None:
     values = {override.key_or_group: override.value() for override in parsed if override.key_or_group in _WRITTEN}
     for key, value in values.items():
         if isinstance(value, str | int) and "${" not in str(value):
-            ending = "" if key == "run_dir" else Path(str(value)).suffix
-            own = f"{key}={str(value).removesuffix(ending)}/${{hydra:job.num}}{ending}"
             raise UserError(
-                f"{key}: {value} for every run of --multirun; leave it out, or give each its own with '{own}' "
-                "(the command line)"
+                f"{key}: {value} for every run of --multirun; leave it out, or put the run's number into it, "
+                f"'{key}=NAME${{hydra:job.num}}' (the command line)"
             )
 
 
