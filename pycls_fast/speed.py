@@ -342,6 +342,7 @@ def _fit_optimizer(resolved: Speed, device: Device, optimizer: Optimizer, *, by_
         return resolved
     if not by_hand:
         return resolved.replace(optimizer=usable[-1] if device == "cuda" else usable[0])
-    compiles = f"with {value} cannot be compiled (speed.optimizer_compile=on)"
-    why = f"has no {value}" if value not in optimizer.implementations else compiles
-    raise UserError(f"speed.optimizer: optim.name={optimizer.name} {why}; use speed.optimizer={' or '.join(usable)}")
+    what = f"{value} that compiles (speed.optimizer_compile=on)" if value in optimizer.implementations else value
+    raise UserError(
+        f"speed.optimizer: optim.name={optimizer.name} has no {what}; use speed.optimizer={' or '.join(usable)}"
+    )
