@@ -27,7 +27,7 @@ from pycls_fast.config.compose import ALIASES
 from pycls_fast.config.keys import CONFIGS, as_typed
 from pycls_fast.config.messages import known_keys, meant, section_keys
 from pycls_fast.config.run import LADDERS, PRESETS, RunConfig, groups, options
-from pycls_fast.errors import DONE, UserError, did_you_mean, one_of, refuse
+from pycls_fast.errors import DONE, UserError, did_you_mean, one_of
 from pycls_fast.values import Wording, WordOr
 
 Key = tuple[str, type[Section]]
@@ -40,8 +40,7 @@ def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[
     Args:
         own: the tool: its docstring and its own keys.
         folders: the folders of configurations; none for a tool that takes no configuration.
-        words: keys, groups, their options and experiments to describe instead; a `UserError` has a line for each that
-            is none.
+        words: keys, groups, their options and experiments to describe instead; a `UserError` for one that is none.
     """
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     experiments = {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
@@ -49,20 +48,15 @@ def help_text(own: type[Section], folders: Sequence[Path] = (), words: Sequence[
     if not words:
         return "\n".join(_page(own, folders, experiments, width))
     texts: list[str] = []
-    mistakes: list[str] = []
     found = {f"{file.parent.name}={file.stem}": file for folder in folders for file in folder.glob("*/*.yaml")}
     found |= {f"ladder={file.stem}": file for folder in folders for file in (folder / LADDERS).glob("*.yaml")}
     for word in words:
-        try:
-            if word in experiments:
-                texts.append(_header(experiments[word]))
-            elif word in found and not _is_class(word):
-                texts.append(f"{found[word]}:\n{found[word].read_text(encoding='utf-8').rstrip()}")
-            else:
-                texts.append(help_of_key(word, own, width))
-        except UserError as error:
-            mistakes += error.lines
-    refuse(mistakes)
+        if word in experiments:
+            texts.append(_header(experiments[word]))
+        elif word in found and not _is_class(word):
+            texts.append(f"{found[word]}:\n{found[word].read_text(encoding='utf-8').rstrip()}")
+        else:
+            texts.append(help_of_key(word, own, width))
     if not set(words) <= experiments.keys():
         texts.append("key=default, which experiments and groups may change: --cfg job prints their values")
     return "\n\n".join(texts)

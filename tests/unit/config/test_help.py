@@ -105,7 +105,6 @@ def test_help_of_words(tool: Tool) -> None:
     assert tool("--help", "augment=diet")[1][0].endswith("; got diet; did you mean deit?")
     assert "name: reference" in help_text(Section, [CONFIGS], ["ladder=modern"])
     assert tool("--help", "ladder=moden")[1][0].endswith("; got moden; did you mean modern?")
-    assert tool("--help", "lrate", "optim.lr", "bs") == (2, [
-        "error: --help lrate: unknown key; --help without a key lists the groups",
-        "error: --help bs: unknown key; did you mean data.global_batch_size?",
-    ], [])  # fmt: skip
+    unknown = "error: --help lrate: unknown key; --help without a key lists the groups"
+    assert tool("--help", "optim.lr", "lrate") == (2, [unknown], [])
+    assert tool("--help", "bs")[1] == ["error: --help bs: unknown key; did you mean data.global_batch_size?"]
