@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from pycls_fast.errors import refusing
 from pycls_fast.files import EXPORTED, STATE, exists, weights_at
-from pycls_fast.reading import (
-    TEXT_BYTES,
-    SavedConfiguration,
-    check,
-    open_file,
-    our_config,
-    parse_json,
-    read_json,
-    read_yaml,
-)
+from pycls_fast.reading import SavedConfiguration, check, our_config, read_json, read_yaml
 
 
 @dataclass(frozen=True)
@@ -50,19 +43,17 @@ def saved_at(source: Path, *, around: bool = True) -> SavedConfig | None:
 
 
 def _in_file(file: Path) -> dict[str, Any] | None:
-    """The configuration in an exported file, of safetensors in the header (8 bytes of length, then JSON text); None if
-    there is none."""
+    """The configuration in the metadata of an exported file; None if there is none."""
     try:
         if file.suffix in EXPORTED:
             from pycls_fast.models.export_formats import open_exported
 
             texts = open_exported(file)[1]
         else:
-            with open_file(file, None) as stream:
-                header = parse_json(stream.read(min(int.from_bytes(stream.read(8), "little"), TEXT_BYTES)))
-            texts = header.get("__metadata__", {})
+            with safe_open(file, "numpy") as opened:
+                texts = opened.metadata() or {}
         return our_config(texts)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
         return None  # Reported when the tensors are read.
 
 
