@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,6 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
         assert batch.damaged == other.damaged
 
 
-LimitPixels = Callable[[int], None]
-
-
 def write_tree(root: Path, counts: Mapping[str, int]) -> Path:
     """Random 12 x 10 PNGs: `write_tree(root, {"train/cat": 3})` makes train/cat/0.png .. 2.png."""
     generator = np.random.default_rng(0)
@@ -57,14 +53,3 @@ def write_tree(root: Path, counts: Mapping[str, int]) -> Path:
             pixels = generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / folder / f"{number}.png")
     return root
-
-
-@pytest.fixture
-def limit_pixels(monkeypatch: pytest.MonkeyPatch) -> LimitPixels:
-    """Sets the size above which a file counts as damaged."""
-
-    def limit(pixels: int) -> None:
-        for name in ("to_rgb", "decoders"):
-            monkeypatch.setattr(importlib.import_module(f"pycls_fast.data.{name}"), "MAX_PIXELS", pixels)
-
-    return limit
