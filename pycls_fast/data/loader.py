@@ -309,9 +309,9 @@ def _end_worker(error: BaseException) -> None:
 def _end_with_parent() -> None:
     """End this process with its parent, which may be killed in the middle of a job."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _start_worker(worker: int) -> None:

@@ -135,8 +135,8 @@ class Subset(Images):
         rows = np.arange(len(source)) if rows is None else rows
         self.source = source
         self.drawn = source.drawn if drawn is None else drawn
-        # Half the memory, if it is wide enough.
-        self.rows = rows.astype(np.uint32) if len(source) < 2**32 else rows
+        # Half the memory, and wide enough for four billion images.
+        self.rows = rows.astype(np.uint32)
         self.classes = source.classes if classes is None else tuple(classes)
         labels = source.labels[self.rows]
         self.labels = labels if new_label is None else new_label[labels]
