@@ -152,7 +152,7 @@ class Display:
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self.note(
-            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {scores_text(record, apart='  ')}  "
+            f"epoch {record['epoch']:.2f}  {record['split']} ({record['weights']})  {scores_text(record)}  "
             f"loss {record['loss']:.4f}  {record['count']:,} images"
         )
 
@@ -174,9 +174,9 @@ def telling_scores(record: Mapping[str, Any]) -> list[str]:
     return [key for key in keys if not says_nothing(record, key)]
 
 
-def scores_text(record: Mapping[str, Any], *, apart: str = ", ") -> str:
+def scores_text(record: Mapping[str, Any]) -> str:
     """Those of `telling_scores`."""
-    return apart.join(f"{SCORES[key]} {record[key]:.2f}%" for key in telling_scores(record))
+    return ", ".join(f"{SCORES[key]} {record[key]:.2f}%" for key in telling_scores(record))
 
 
 class _Numbers(ProgressColumn):
