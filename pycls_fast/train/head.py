@@ -23,7 +23,7 @@ from pycls_fast.data.sources.base import Subset
 from pycls_fast.optim.owned_weights import assign
 from pycls_fast.train.agreement import BUSY, on_main
 from pycls_fast.train.evaluate import Scorer
-from pycls_fast.train.features import collect_features
+from pycls_fast.train.features import collect_features, knn_votes, voted_places
 from pycls_fast.train.run_state import Parts
 
 # Penalties per image, of features with a variance of 1 on average. From the largest, whose solution is nearly that of
@@ -33,6 +33,7 @@ PENALTIES = tuple(10.0 ** (power / 2) for power in range(4, -9, -1))
 _FOLDS, _FOLDED_IMAGES = 5, 1_000
 # More would take longer than the first epoch, for a head that is trained further.
 _MOST_IMAGES = 20_000
+_NEIGHBOURS, _TEMPERATURE = 20, 0.07
 # The logit of an output without images, below all others.
 _ABSENT = -20.0
 
@@ -59,24 +60,28 @@ def fit_head(parts: Parts, scorer: Scorer, check: Callable[[], None], report: Re
         world.from_main(BUSY)
 
     features_ND, labels_N = collect_features(scorer, network, train, "train")
-    if step.sets_LK is None and len(labels_N.unique()) == 1:
-        return
+    images = len(labels_N)
+    said = f"head: fitted to the features of {images:,} images"
+    if step.sets_LK is not None:
+        true_NK = step.sets_LK.cpu()[labels_N]
 
-    def fit() -> tuple[Tensor, Tensor]:
-        images = len(labels_N)
-        said = f"head: fitted to the features of {images:,} images"
-        if step.sets_LK is not None:
-            fitted = fit_each(features_ND, step.sets_LK.cpu()[labels_N], power=power, bias=has_bias, check=go_on)
+        def fit() -> tuple[Tensor, Tensor]:
+            fitted = fit_each(features_ND, true_NK, power=power, bias=has_bias, check=go_on)
             report(f"{said}, class by class", images=images)
             return fitted
-        outputs = network.last_layer().out_features
-        head = fit_logistic(features_ND, labels_N, outputs, power=power, bias=has_bias, check=go_on)
-        said += ", weighted by class" if power < 1 else ""
-        said += "" if math.isnan(head.accuracy) else f", {head.accuracy:.2%} right in folds that were left out"
-        report(said, images=images, penalty=head.penalty, held_out_top1=100.0 * head.accuracy)
-        if not parts.config.loss.criterion().sigmoid:
-            return head.weight_KD, head.bias_K
-        return head.weight_KD, head.bias_K - sigmoid_shift(features_ND @ head.weight_KD.T + head.bias_K)
+    else:
+        held_out = collect_features(scorer, network, parts.sources["val"], "val")
+        if len(labels_N.unique()) == 1:
+            return
+
+        def fit() -> tuple[Tensor, Tensor]:
+            outputs = network.last_layer().out_features
+            head = fit_logistic(features_ND, labels_N, outputs, power=power, bias=has_bias, check=go_on)
+            text, scores = _quality(head, features_ND, labels_N, held_out, outputs)
+            report(f"{said}{', weighted by class' if power < 1 else ''}, {text}", images=images, **scores)
+            if not parts.config.loss.criterion().sigmoid:
+                return head.weight_KD, head.bias_K
+            return head.weight_KD, head.bias_K - sigmoid_shift(features_ND @ head.weight_KD.T + head.bias_K)
 
     fitted = on_main(world, fit)
     state = step.weights.state_dict()
@@ -94,6 +99,20 @@ def _some(labels: np.ndarray, seed: int) -> np.ndarray:
     order = np.random.default_rng(seed).permutation(len(labels))
     _, firsts = np.unique(labels[order], return_index=True)
     return order[np.concatenate([firsts, np.setdiff1d(np.arange(len(labels)), firsts)])[:_MOST_IMAGES]]
+
+
+def _quality(
+    head: Head, features_ND: Tensor, labels_N: Tensor, held_out: tuple[Tensor, Tensor], outputs: int
+) -> tuple[str, dict[str, float]]:
+    """How good a head is, and nearest neighbours: in words and numbers."""
+    (held_ND, held_N), k = held_out, min(_NEIGHBOURS, len(labels_N))
+    votes = knn_votes(held_ND, features_ND, labels_N, classes=outputs, k=k, temperature=_TEMPERATURE)
+    knn_top1, held_out_top1 = 100.0 * (voted_places(votes, held_N) < 1).double().mean().item(), 100.0 * head.accuracy
+    accuracy = "too few to hold any out"
+    if not math.isnan(held_out_top1):
+        accuracy = f"{held_out_top1:.2f}% right in folds that were left out"
+    text = f"{accuracy}; {k} nearest neighbours: val top-1 {knn_top1:.2f}%"
+    return text, {"penalty": head.penalty, "held_out_top1": held_out_top1, "knn_top1": knn_top1}
 
 
 def sigmoid_shift(logits_NK: Tensor) -> float:

@@ -374,7 +374,7 @@ def test_other_ranks_hear_that_the_fit_goes_on(monkeypatch: pytest.MonkeyPatch) 
         network = SimpleNamespace(head_name="head", last_layer=lambda: torch.nn.Linear(6, 2))
         weights = OwnedWeights(torch.nn.ModuleDict({"head": torch.nn.Linear(6, 2)}))
         step = SimpleNamespace(sets_LK=None, ema=None, weights=weights)
-        world, sources = Wire(rank, 2, torch.device("cpu"), sent=sent), {"train": range(6)}
+        world, sources = Wire(rank, 2, torch.device("cpu"), sent=sent), {"train": range(6), "val": range(6)}
         parts: Any = SimpleNamespace(step=step, network=network, sources=sources, config=config_of("loss=bce"))
         scorer: Any = SimpleNamespace(world=world)
         fit_head(parts, scorer, lambda: None, lambda *_, **__: None)
