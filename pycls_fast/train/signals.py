@@ -118,24 +118,24 @@ def stop_requests(answer: str = "stopping when this step is done and saved") -> 
             _say(f"{request.name}: {answer}{again}")
 
     hook = sys.unraisablehook
-
-    def send_again(lost: sys.UnraisableHookArgs) -> None:
-        # What a handler raises in a destructor or in a weak reference's callback is lost.
-        number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
-        if number is None:
-            hook(lost)
-        else:
-            threading.Timer(_LOST_SECONDS, os.kill, (os.getpid(), number)).start()
-
     for number in before:
         signal.signal(number, handle)
-    sys.unraisablehook = send_again
+    sys.unraisablehook = partial(_send_again, hook)
     try:
         yield request
     finally:
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send_again(hook: Callable[[sys.UnraisableHookArgs], object], lost: sys.UnraisableHookArgs) -> None:
+    """What a handler raises in a destructor or in a weak reference's callback is lost; `hook` gets all else."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
+    if number is None:
+        hook(lost)
+    else:
+        threading.Timer(_LOST_SECONDS, os.kill, (os.getpid(), number)).start()
 
 
 def _say(line: str) -> None:
