@@ -89,6 +89,17 @@ def test_too_few_trainings_for_alternatives_are_refused() -> None:
     assert np.isfinite(few[0][0].errors).all()
 
 
+def test_many_variants_are_not_paired_in_silence(tmp_path: Path) -> None:
+    """Those of 40 take more than a minute."""
+    said: list[str] = []
+    for count in (8, 9):
+        variants = tuple(Variant(name=name, overrides=(f"{name}=1",)) for name in "abcdefghi"[:count])
+        ledger = made(tmp_path, LADDER.model_copy(update={"variants": variants}), mode="crossed", runs_at_most=64)
+        ledger.say = said.append
+        ledger.plan_trainings()
+    assert said == ["composing the pairs of 9 variants, to know which cannot be on together"]
+
+
 def test_alternatives_are_never_on_together_and_children_need_their_parent() -> None:
     variants = (
         Variant(name="bf16", overrides=("precision=amp_bf16",)),
