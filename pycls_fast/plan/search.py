@@ -179,7 +179,6 @@ class Search:
         for name in self.precisions:
             refuse(f"{key}: {text}" for key, text in self._refused(precision={"name": name}))
         self._measured: dict[tuple[object, ...], _Passes] = {}
-        self._interpolated: dict[tuple[object, ...], _Passes] = {}
         self._plans: dict[Layout, MemoryPlan] = {}
         self.one = self._plan(Layout(precision=self.precision))
 
@@ -241,17 +240,12 @@ class Search:
 
     def _passes(self, layout: Layout, images: int) -> _Passes:
         """A microbatch's passes with any number of images."""
-        key = (layout.recompute, layout.precision, layout.tensor, layout.expert, images)
-        if key not in self._interpolated:
-            few, many = self._measure(layout, _FEW), self._measure(layout, _MANY)
-            tables = zip(few.tables, many.tables, strict=True)
-            if all(np.array_equal(one.kinds, other.kinds) for one, other in tables):
-                self._interpolated[key] = few.between(many, (images - _FEW) / (_MANY - _FEW))
-            else:
-                # Code that chooses by the size of tensors (compression, a CPU's convolutions): nothing is affine in
-                # the images.
-                self._interpolated[key] = self._measure(layout, images)
-        return self._interpolated[key]
+        few, many = self._measure(layout, _FEW), self._measure(layout, _MANY)
+        tables = zip(few.tables, many.tables, strict=True)
+        if all(np.array_equal(one.kinds, other.kinds) for one, other in tables):
+            return few.between(many, (images - _FEW) / (_MANY - _FEW))
+        # Code that chooses by the size of tensors (compression, a CPU's convolutions): nothing is affine in the images.
+        return self._measure(layout, images)
 
     @cached_property
     def _update(self) -> float:
