@@ -19,7 +19,6 @@ from pycls_fast.data.batch import Batch
 from pycls_fast.data.prepare import to_device
 from pycls_fast.data.sources.base import Images
 from pycls_fast.errors import UserError
-from pycls_fast.models.drop_path import DropPath
 from pycls_fast.network import Network
 from pycls_fast.optim.owned_weights import LocalShards, OwnedWeights, local
 from pycls_fast.parallel.fsdp import is_empty
@@ -31,11 +30,12 @@ from pycls_fast.train.display import Display
 from pycls_fast.train.distill import build_distillation
 from pycls_fast.train.evaluate import DamagedImages
 from pycls_fast.train.folder import output_file
+from pycls_fast.train.graphs import CudaRecorder, GraphedStep, make_recordable
 from pycls_fast.train.load_weights import load_weights, trained_size
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.resolving import Resolved, resolve, resolve_before_data
 from pycls_fast.train.run_state import Parts
-from pycls_fast.train.step import CudaRecorder, GraphedStep, PipelinedStep, Step
+from pycls_fast.train.step import PipelinedStep, Step
 from pycls_fast.train.watchdog import Watchdog
 
 
@@ -161,12 +161,7 @@ def make_step(
     pipeline = build.split_into_stages(config, network, world)
     kind: Callable[..., Step] = Step if pipeline is None else PipelinedStep
     if switches.cuda_graphs == "on":
-        if world.size > 1:
-            raise UserError(f"speed.cuda_graphs: on is for one rank, not for {world.size}; use speed.cuda_graphs=off")
-        for module in network.modules():
-            if isinstance(module, DropPath):
-                # A replayed graph cannot draw on the host.
-                module.draws_on_device = True
+        make_recordable(network, world)
         kind = partial(GraphedStep, recorder=CudaRecorder(world.device))
     sharded = config.parallel.facts.shards_weights
     masters = build.apply_precision(config, network, world.device, sharded=sharded)

@@ -24,9 +24,9 @@ from pycls_fast.train import train
 from pycls_fast.train.assemble import make_step
 from pycls_fast.train.display import Display
 from pycls_fast.train.evaluate import evaluate
+from pycls_fast.train.graphs import WARM_UP
 from pycls_fast.train.metrics import TrainMetrics
 from pycls_fast.train.start import start_run
-from pycls_fast.train.step import WARM_UP
 from tests.integration.runs import TINY, records, run_process
 from tests.integration.test_resume import arguments, assert_same_run, start_and_interrupt
 from tests.processes import Started

@@ -24,8 +24,8 @@ from pycls_fast.parallel.wrap import place_model
 from pycls_fast.speed import SWITCHES, Speed
 from pycls_fast.train import assemble
 from pycls_fast.train.assemble import make_step
+from pycls_fast.train.graphs import WARM_UP, Action
 from pycls_fast.train.metrics import Clock, TrainMetrics
-from pycls_fast.train.step import WARM_UP, Action
 from tests.factories import config_of, nudge
 
 CPU = torch.device("cpu")
