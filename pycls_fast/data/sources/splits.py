@@ -169,6 +169,7 @@ def _draw_groups(groups: np.ndarray, labels: np.ndarray, data: Source) -> np.nda
         growth = ((2 * filled[:, classes] + share) * share).sum(axis=1) / wanted
         side[group] = growth.argmin()
         filled[side[group], classes] += share
-    if data.folds is None and not side.any():
-        side[order[-1]] = 1
+    if data.folds is None and side.min() == side.max():
+        # Neither side is left empty.
+        side[order[-1]] = 1 - side[order[-1]]
     return side[groups] == (1 if data.folds is None else data.fold)

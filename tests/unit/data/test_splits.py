@@ -188,8 +188,10 @@ def test_groups_that_are_the_folds_of_somebody_else() -> None:
 
 
 def test_few_groups() -> None:
-    """The smallest is held out if all would have been trained on."""
-    assert patients_held_out(["cat/p1_1", "cat/p1_2", "cat/p1_3", "dog/p2_1", "dog/p2_2"]) == {"p2"}
+    """The smallest is held out if all would have been trained on, and trained on if all would have been held out."""
+    names = ["cat/p1_1", "cat/p1_2", "cat/p1_3", "dog/p2_1", "dog/p2_2", "cat/p2_3", "cat/p3_1", "dog/p3_2"]
+    assert patients_held_out(names, val_fraction=0.1) == {"p3"}
+    assert patients_held_out(names, val_fraction=0.9) == {"p1", "p2"}
 
 
 @pytest.mark.parametrize(
